@@ -1,0 +1,40 @@
+# make demo, make test and make test-gpu do all the set-up themselves, in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test test-gpu lint clean
+
+demo: $(VENV)/demo.installed
+	$(BIN)/prism demo
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+# On a machine whose own Python holds torch for its GPU: make test-gpu BIN=$$(dirname $$(command -v python3))
+test-gpu: $(if $(filter $(VENV)/bin,$(BIN)),$(VENV)/dev.installed)
+	$(BIN)/python -m pytest -m gpu --override-ini addopts="--import-mode=importlib -q"
+
+lint: $(VENV)/dev.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) runs build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/%.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing prism-lm[$*] into $(VENV): a few minutes the first time"
+	@$(PIP) --editable ".[$*]"
+	@touch $@
+
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) must be on PATH; apt-get install python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: $(PYTHON) must be 3.11 or newer; make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
+	  { echo "error: $(PYTHON) must have venv; apt-get install python3-venv"; exit 1; }
+	@command -v c++ >/dev/null || { echo "error: a C++ compiler must be on PATH; apt-get install g++"; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
