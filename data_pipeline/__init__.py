@@ -1,0 +1,1 @@
+"""Text to tokens to MDS shards to batches."""

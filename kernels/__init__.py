@@ -1,0 +1,1 @@
+"""Operators of PRISM, one folder each; import them from their own modules."""

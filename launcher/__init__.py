@@ -1,0 +1,1 @@
+"""The command line: `prism VERB ...`, the same as `python -m launcher`."""

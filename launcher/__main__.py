@@ -1,0 +1,83 @@
+"""`prism VERB ...`: one console command; a verb's module is imported only when that verb is asked for."""
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+OUR_PACKAGES = ("launcher", "prism_lm", "data_pipeline", "kernels")
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One line of the command's table of contents."""
+
+    summary: str
+    example: str
+
+
+VERBS = {
+    "demo": Verb("see everything work on this machine in minutes", "prism demo"),
+    "doctor": Verb("what this machine has, lacks, and what that means", "prism doctor"),
+    "sizes": Verb("layers, widths, parameters, FLOPs, memory of the named sizes", "prism sizes"),
+    "prepare": Verb("text to tokens to shards", "prism prepare configs/data/plain_text.yaml"),
+    "inspect": Verb("rows of prepared data as text; verify every shard", "prism inspect data/plain_text --verify"),
+    "order": Verb("the order of samples for any world size", "prism order data/plain_text --world-size 4"),
+    "train": Verb("train a model, or resume an existing run folder", "prism train configs/train/tiny.yaml"),
+    "evaluate": Verb("bits per byte on held-out text", "prism evaluate runs/tiny --split test"),
+    "generate": Verb("text from a trained run", "prism generate runs/tiny --prompt 'It was'"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code: 0 done, 1 failed, 2 something typed is wrong."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    verb, rest = arguments[0], arguments[1:]
+    if verb not in VERBS:
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(VERBS)}"
+        return _fail(f"prism {verb} must be a verb; {hint}", EXIT_USAGE)
+    return _run(verb, rest)
+
+
+def _run(verb: str, arguments: list[str]) -> int:
+    try:
+        return importlib.import_module(f"launcher.{verb}").main(arguments)
+    except (ValueError, RuntimeError) as error:
+        if not _is_our_message(error):
+            raise
+        return _fail(str(error), EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED)
+    except KeyboardInterrupt:
+        return _fail("interrupted", EXIT_FAILED)
+
+
+def _is_our_message(error: Exception) -> bool:
+    """Whether the error was written for the user: raised by our own code, and of a class with a meaning of ours."""
+    frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
+    raised_in, defined_in = frame.f_globals.get("__name__", ""), type(error).__module__
+    where = raised_in if isinstance(error, ValueError) else defined_in
+    return where.split(".")[0] in OUR_PACKAGES
+
+
+def _fail(message: str, code: int) -> int:
+    """Every rank finds the same error in what was typed; rank 0 alone says it."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _overview() -> str:
+    lines = ["prism: pretrain PRISM language models", "", "usage: prism VERB ...   (prism VERB --help says more)", ""]
+    for name, verb in VERBS.items():
+        lines += [f"  {name:<10}{verb.summary}", f"  {'':<10}  $ {verb.example}"]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""One configuration for a command: defaults in code, one YAML file, `key=value` on the command line; no fourth layer.
+
+The only file that imports omegaconf. What a user typed wrong becomes one ValueError with key, value, rule and remedy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+
+from data_pipeline.config import DataConfig
+from prism_lm.model.config import ModelConfig
+from prism_lm.parallel.apply import ParallelConfig
+from prism_lm.train.config import TrainConfig
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that decides a training run; written, resolved, to `config.yaml` in the run folder."""
+
+    run_dir: str
+    """Folder of the run: configuration, metrics, checkpoints, result. An existing one is resumed."""
+    seed: int = 1234
+    """Seed of initial weights and of the order of samples; at least 0."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The language model; `prism sizes` lists the named ones."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The prepared token rows it is trained on."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """Budget, batch, precision, optimizer, schedule, checkpoints."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """What is put on the model from outside: recomputation, compilation."""
+
+    def __post_init__(self) -> None:
+        if not self.run_dir:
+            raise ValueError("run_dir= must name a folder; for example run_dir=runs/my_run")
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed} must be at least 0; for example seed=1234")
+
+
+def load_config(config_class: type[ConfigT], path: str | Path | None, overrides: Sequence[str] = ()) -> ConfigT:
+    """Merge the class's defaults, one YAML file and `key=value` overrides, in this order, into a checked instance.
+
+    Raises ValueError for a missing file, an unknown key, a value of the wrong type or one that breaks a rule.
+    """
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(config_class), _read_yaml(path), _read_overrides(overrides))
+        return cast(ConfigT, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise ValueError(_explain(error)) from error
+
+
+def dump_config(config: Any) -> str:
+    """The configuration as YAML that `load_config` reads back to an equal instance."""
+    return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, width=110)
+
+
+def _read_yaml(path: str | Path | None) -> Any:
+    if path is None:
+        return {}
+    if not Path(path).is_file():
+        raise ValueError(f"CONFIG={path} must be an existing YAML file; the shipped ones are in configs/")
+    try:
+        return OmegaConf.load(path)
+    except yaml.YAMLError as error:
+        raise ValueError(f"CONFIG={path} must be valid YAML; {' '.join(str(error).split())}") from error
+
+
+def _read_overrides(overrides: Sequence[str]) -> Any:
+    for override in overrides:
+        if "=" not in override or override.startswith("-"):
+            raise ValueError(f"{override} must have the form key=value; for example train.steps=100")
+    return OmegaConf.from_dotlist(list(overrides))
+
+
+def _explain(error: OmegaConfBaseException) -> str:
+    """One line in the house's form from omegaconf's message, which spends three more on its own internals."""
+    key, reason = error.full_key or "", str(error).splitlines()[0]
+    match error:
+        case ConfigKeyError():
+            remedy = reason.split("Did you mean: ")[1].strip("'?") if "Did you mean" in reason else ""
+            advice = f"did you mean {remedy}?" if remedy else "--help lists every key"
+            return f"{key} must be a key of this configuration; {advice}"
+        case MissingMandatoryValue():
+            return f"{key} must be given; add {key}=VALUE or write it in the YAML file"
+        case _:
+            where = f"{key}: " if key else ""
+            return f"{where}{reason}; --help shows every key with its type"
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, so that the YAML holds no Python tags."""
+    match value:
+        case dict():
+            return {str(key): _plain(item) for key, item in cast(dict[Any, Any], value).items()}
+        case list() | tuple():
+            return [_plain(item) for item in cast(list[Any], value)]
+        case _:
+            return value

@@ -1,0 +1,65 @@
+"""Help for someone with a terminal and nothing else: every key of a configuration, its type, default and meaning."""
+
+import ast
+import inspect
+import itertools
+import textwrap
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+WIDTH = 110
+
+
+def describe_config(config_class: type[Any]) -> str:
+    """Every key of a configuration dataclass, nested ones with dots, as lines of text for a terminal."""
+    return "\n".join(_describe_fields(config_class, prefix=""))
+
+
+def _describe_fields(config_class: type[Any], prefix: str) -> Iterator[str]:
+    hints, meanings = get_type_hints(config_class), read_field_docs(config_class)
+    for item in fields(config_class):
+        key, hint = f"{prefix}{item.name}", hints[item.name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            yield f"\n{key}: {meanings.get(item.name, '')}"
+            yield from _describe_fields(hint, prefix=f"{key}.")
+        else:
+            yield f"  {key} ({spell_type(hint)}, {_spell_default(item)})"
+            yield textwrap.fill(meanings.get(item.name, ""), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+
+
+def read_field_docs(config_class: type[Any]) -> dict[str, str]:
+    """The string below each field of a dataclass, by field name, white space folded."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(config_class)))
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    docs: dict[str, str] = {}
+    for statement, following in itertools.pairwise(body):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = " ".join(text.split())
+            case _:
+                continue
+    return docs
+
+
+def spell_type(hint: Any) -> str:
+    """A type as a user would say it: `int`, `gelu|identity`, `list of int`, `float or none`."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return "|".join(str(part) for part in parts)
+    if origin in (Union, types.UnionType):
+        return " or ".join("none" if part is type(None) else spell_type(part) for part in parts)
+    if origin is dict:
+        return f"map of {spell_type(parts[0])} to {spell_type(parts[1])}"
+    if origin in (list, tuple):
+        return f"list of {spell_type(parts[0])}"
+    return getattr(hint, "__name__", str(hint))
+
+
+def _spell_default(item: Field[Any]) -> str:
+    if item.default is not MISSING:
+        return f"default {'none' if item.default is None else item.default}"
+    if item.default_factory is not MISSING:
+        return f"default {item.default_factory() or 'empty'}"
+    return "required"

@@ -1,0 +1,1 @@
+"""PRISM language models: model, parallelism, checkpoints, evaluation and training."""

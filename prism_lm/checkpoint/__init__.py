@@ -1,0 +1,1 @@
+"""Checkpoints: published atomically, found, pruned and loaded."""

@@ -1,0 +1,62 @@
+"""How well a model predicts held-out text: nats a token, and bits a byte, which no choice of tokenizer can flatter."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over every predicted token, so that scores of parts add up to the score of the whole."""
+
+    nats: float
+    num_tokens: int
+    num_bytes: int
+
+    @property
+    def loss_nats(self) -> float:
+        """Mean negative log likelihood of a token, in nats."""
+        return self.nats / self.num_tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean loss: the size of a uniform choice that would be as hard."""
+        return math.exp(self.loss_nats)
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Total negative log likelihood in bits over the bytes of text that the predicted tokens stand for."""
+        return self.nats / math.log(2) / self.num_bytes
+
+
+class ScoredModel(Protocol):
+    """What scoring asks of a model: summed nats of the labels that count."""
+
+    def __call__(self, input_ids_BT: Tensor, document_start_BT: Tensor, labels_BT: Tensor, /) -> Tensor: ...
+
+
+@torch.no_grad()
+def score_batches(
+    model: ScoredModel, batches: Iterable[Mapping[str, Tensor]], token_bytes_V: Tensor, device: torch.device
+) -> Score:
+    """Score every label of the batches that is not -100.
+
+    `token_bytes_V` (int64, on the CPU) holds the bytes of text each token stands for: 0 for the document marks.
+    Raises ValueError if the batches hold no label at all.
+    """
+    nats, num_tokens, num_bytes = 0.0, 0, 0
+    for batch in batches:
+        moved = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
+        nats += float(model(moved["input_ids_BT"], moved["document_start_BT"], moved["labels_BT"]))
+        counted = batch["labels_BT"][batch["labels_BT"] != IGNORED_LABEL]
+        num_tokens += counted.numel()
+        num_bytes += int(token_bytes_V[counted].sum())
+    if num_tokens == 0:
+        raise ValueError("evaluated split must hold at least one token; prepare it with a larger share of the text")
+    return Score(nats, num_tokens, num_bytes)

@@ -1,0 +1,1 @@
+"""The model and its cost, from a ModelConfig alone; knows no ranks."""

@@ -1,0 +1,1 @@
+"""Parallelism put on a model from outside."""
