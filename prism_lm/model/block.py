@@ -1,0 +1,40 @@
+"""One layer: pre-norm mixer, pre-norm MLP. Dims: B batch, T tokens, D model width."""
+
+from torch import Tensor, nn
+
+from prism_lm.model.baselines import AttentionMixer, GatedDeltaMixer
+from prism_lm.model.config import Mixer, ModelConfig
+from prism_lm.model.decode_state import LayerState
+from prism_lm.model.mixer import PrismMixer
+from prism_lm.model.mlp import SwiGLU
+from prism_lm.model.scan import Scan
+
+
+def build_mixer(config: ModelConfig, mixer: Mixer, *, scan: Scan) -> nn.Module:
+    """The mixer of that name: (x_BTD, document_start_BT, state) -> (out_BTD, new state)."""
+    match mixer:
+        case "prism":
+            return PrismMixer(config, scan=scan)
+        case "gated_delta":
+            return GatedDeltaMixer(config, scan=scan)
+        case "attention":
+            return AttentionMixer(config)
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, mixer: Mixer, *, scan: Scan) -> None:
+        super().__init__()
+        self.mixer_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
+        self.mixer = build_mixer(config, mixer, scan=scan)
+        self.mlp_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
+        self.mlp = SwiGLU(config.model_width, config.mlp_width)
+
+    def forward(
+        self, x_BTD: Tensor, document_start_BT: Tensor | None, state: LayerState | None
+    ) -> tuple[Tensor, LayerState]:
+        """The residual stream after this layer, and the layer's state after the last token."""
+        mixed_BTD, new_state = self.mixer(self.mixer_norm(x_BTD), document_start_BT, state)
+        x_BTD = x_BTD + mixed_BTD
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), new_state

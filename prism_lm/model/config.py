@@ -1,0 +1,141 @@
+"""What a model is: widths, layers and the switches of the recurrence.
+
+Importing this file loads no torch, so that help texts stay fast. Named sizes are in prism_lm/model/sizes.py.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Mixer = Literal["prism", "gated_delta", "attention"]
+SolverActivation = Literal["gelu", "identity"]
+Anchor = Literal["shortconv", "none"]
+Gain = Literal["learned", "constant"]
+Decay = Literal["gated_delta", "sigmoid"]
+
+MAX_SOLVER_STEPS = 4
+HEAD_WIDTH_MULTIPLE = 16
+CHUNK_LENGTHS_TOKENS = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A language model. The defaults are the 350m size; every ablation is a switch here, never another class."""
+
+    vocab_size: int = 32000
+    "Rows of the embedding and of the head; at least the vocabulary of the tokenizer that data.path was prepared with."
+    model_width: int = 1024
+    "Width D of the residual stream."
+    num_layers: int = 24
+    "Blocks; each is one mixer and one SwiGLU MLP."
+    num_heads: int = 8
+    "Heads H of every mixer."
+    key_width: int = 128
+    "Width K of a head's queries and keys; a multiple of 16."
+    value_width: int = 128
+    """Width V of a head's values; a multiple of 16. Where num_heads * value_width differs from model_width, the
+    solver's first residual r = v - u takes u through a learned projection to that width; where they agree u is cut in
+    heads."""
+    mlp_width: int = 2304
+    "Inner width of the SwiGLU MLP."
+    mixer: Mixer = "prism"
+    "The mixer of every layer: prism, gated_delta (Gated DeltaNet) or attention (causal softmax attention with RoPE)."
+    layer_pattern: list[Mixer] = field(default_factory=list[Mixer])
+    """Mixers of a hybrid, repeated over the layers, such as [prism, prism, prism, attention]; its length divides
+    num_layers. Empty: every layer is `mixer`."""
+    solver_steps: int = 2
+    "Rank L of PRISM's write, 0 to 4. 0 is the gated delta rule on PRISM's anchor and needs no solver weights."
+    solver_rank: int = 128
+    """Inner rank r of the solver's projections D -> r -> D (gains, and keys from the second on); below model_width.
+    0: full rank."""
+    solver_activation: SolverActivation = "gelu"
+    "Function in the solver's loop d = f(p * r); identity makes the loop linear (an ablation)."
+    anchor: Anchor = "shortconv"
+    "Where PRISM's projections read: shortconv, u = SiLU(ShortConv(x)); none, u = x, no convolution and no SiLU."
+    gain: Gain = "learned"
+    "The solver's gains p: learned, p = W_p u; constant, p = 1 everywhere and no weights (an ablation)."
+    decay: Decay = "gated_delta"
+    """Decay of the recurrent mixers: gated_delta, log alpha = -exp(A_log) softplus(W_a u + dt_bias); sigmoid,
+    alpha = sigmoid(W_a u)."""
+    conv_width: int = 4
+    "Taps W of the causal depthwise convolution, in tokens."
+    chunk_tokens: int = 64
+    "Tokens C in a chunk of the scan: 16, 32, 64 or 128. It changes speed, not results."
+    tie_embeddings: bool = True
+    "Whether the head's weight is the embedding's."
+    norm_eps: float = 1e-5
+    "Added to the mean square in every RMS norm."
+    rope_theta: float = 10000.0
+    "Base of the rotary frequencies; read by attention layers only."
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_positive(self)
+        _check_heads(self)
+        _check_solver(self)
+        _check_pattern(self)
+
+    @property
+    def write_steps(self) -> int:
+        """Written pairs M a token: max(L, 1)."""
+        return max(self.solver_steps, 1)
+
+    def layer_mixers(self) -> tuple[Mixer, ...]:
+        """The mixer of each layer, num_layers of them."""
+        pattern = self.layer_pattern or [self.mixer]
+        return tuple(pattern[layer % len(pattern)] for layer in range(self.num_layers))
+
+
+def _check_choices(config: ModelConfig) -> None:
+    choices = (("mixer", Mixer), ("solver_activation", SolverActivation), ("anchor", Anchor), ("gain", Gain))
+    for name, literal in (*choices, ("decay", Decay)):
+        _check_choice(f"model.{name}", getattr(config, name), get_args(literal))
+    for mixer in config.layer_pattern:
+        _check_choice("model.layer_pattern", mixer, get_args(Mixer))
+
+
+def _check_choice(key: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{key}={value} must be a known choice; use {', '.join(allowed[:-1])} or {allowed[-1]}")
+
+
+def _check_positive(config: ModelConfig) -> None:
+    for name in ("vocab_size", "model_width", "num_layers", "num_heads", "key_width", "value_width", "mlp_width"):
+        value = getattr(config, name)
+        if value < 1:
+            raise ValueError(f"model.{name}={value} must be at least 1; use a positive number")
+    for name in ("norm_eps", "rope_theta"):
+        value = getattr(config, name)
+        if value <= 0:
+            raise ValueError(f"model.{name}={value} must be above 0; leave it out for the default")
+
+
+def _check_heads(config: ModelConfig) -> None:
+    for name in ("key_width", "value_width"):
+        value = getattr(config, name)
+        if value % HEAD_WIDTH_MULTIPLE:
+            nearest = max(1, round(value / HEAD_WIDTH_MULTIPLE)) * HEAD_WIDTH_MULTIPLE
+            raise ValueError(f"model.{name}={value} must be a multiple of {HEAD_WIDTH_MULTIPLE}; use {nearest}")
+
+
+def _check_solver(config: ModelConfig) -> None:
+    if not 0 <= config.solver_steps <= MAX_SOLVER_STEPS:
+        raise ValueError(f"model.solver_steps={config.solver_steps} must be 0 to {MAX_SOLVER_STEPS}; use 2")
+    if not 0 <= config.solver_rank < config.model_width:
+        raise ValueError(
+            f"model.solver_rank={config.solver_rank} must be below model.model_width={config.model_width}; "
+            f"use {config.model_width // 8}, or 0 for full rank"
+        )
+    if config.conv_width < 2:
+        raise ValueError(f"model.conv_width={config.conv_width} must be at least 2; use 4, or model.anchor=none")
+    if config.chunk_tokens not in CHUNK_LENGTHS_TOKENS:
+        raise ValueError(f"model.chunk_tokens={config.chunk_tokens} must be one of 16, 32, 64, 128; use 64")
+
+
+def _check_pattern(config: ModelConfig) -> None:
+    length = len(config.layer_pattern)
+    if length and config.num_layers % length:
+        fitting = max(1, round(config.num_layers / length)) * length
+        raise ValueError(
+            f"model.layer_pattern=[{','.join(config.layer_pattern)}] must have a length that divides "
+            f"model.num_layers={config.num_layers}; use model.num_layers={fitting}"
+        )

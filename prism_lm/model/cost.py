@@ -1,0 +1,134 @@
+"""What a model costs, from its configuration alone: parameters, FLOPs of the chunk form, state and optimizer bytes.
+
+Importing this file loads no torch. A multiplication and its addition are 2 FLOPs. Elementwise work (norms, SiLU, the
+solver's loop) and the chunk form's triangular inverse are not counted.
+Letters: D model width, H heads, K key width, V value width, L solver steps, M written pairs, C tokens in a chunk.
+"""
+
+from typing import Literal
+
+from prism_lm.model.config import Mixer, ModelConfig
+
+Precision = Literal["fp32", "bf16"]
+STATE_ELEMENT_BYTES = 4
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Trainable numbers of the whole model; a tied head counts once."""
+    blocks = sum(_block_matrices(config, mixer) + _block_vectors(config, mixer) for mixer in config.layer_mixers())
+    tables = 1 if config.tie_embeddings else 2
+    return blocks + tables * config.vocab_size * config.model_width + config.model_width
+
+
+def flops_per_token(config: ModelConfig, row_tokens: int) -> int:
+    """Training FLOPs a token, forward and backward, in rows of `row_tokens` read as one document.
+
+    A matrix costs three products, one forward and two backward. The scan is counted as the chunk form of full chunks;
+    causal attention at half of its square; nothing recomputed is counted, neither is the embedding look-up.
+    """
+    head = 6 * config.vocab_size * config.model_width
+    return head + sum(_block_flops(config, mixer, row_tokens) for mixer in config.layer_mixers())
+
+
+def state_bytes(config: ModelConfig, *, context_tokens: int = 2048, element_bytes: int = 2) -> int:
+    """Bytes kept to continue one row: fp32 fast weights and the convolution's window for a recurrent layer, which do
+    not depend on context_tokens; keys and values of every token read for an attention layer.
+
+    element_bytes: of an activation, 2 for bf16.
+    """
+    return sum(_layer_state_bytes(config, mixer, context_tokens, element_bytes) for mixer in config.layer_mixers())
+
+
+def optimizer_bytes(config: ModelConfig, *, precision: Precision = "bf16") -> int:
+    """Bytes that AdamW keeps over all ranks: two fp32 moments, and the fp32 master weights where weights are bf16."""
+    bytes_each = {"fp32": 8, "bf16": 12}[precision]
+    return bytes_each * count_parameters(config)
+
+
+def training_bytes(config: ModelConfig, *, precision: Precision = "bf16") -> int:
+    """Bytes over all ranks of weights, gradients and optimizer, without activations."""
+    bytes_each = {"fp32": 4, "bf16": 2}[precision]
+    return 2 * bytes_each * count_parameters(config) + optimizer_bytes(config, precision=precision)
+
+
+def scan_flops_per_token(config: ModelConfig, mixer: Mixer, row_tokens: int) -> int:
+    """Forward and backward FLOPs a token of the chunk form's matrix products, all heads of one layer.
+
+    Forward: four C x C products (two with keys, two with values) and three with the state; each written pair from the
+    second on adds two of each width and one with the state. Backward: every product twice, but the one with the
+    triangular inverse once, as the inverse's own gradient is never formed.
+    """
+    chunk = min(config.chunk_tokens, row_tokens)
+    key, value = config.key_width, config.value_width
+    extra = config.write_steps - 1 if mixer == "prism" else 0
+    square = 2 * chunk * (key + value)
+    with_state = 2 * key * value
+    forward = 2 * square + 3 * with_state + extra * (2 * square + with_state)
+    return config.num_heads * (3 * forward - 2 * chunk * value)
+
+
+def _block_flops(config: ModelConfig, mixer: Mixer, row_tokens: int) -> int:
+    products = 6 * _block_matrices(config, mixer)
+    if mixer == "attention":
+        return products + 3 * row_tokens * config.num_heads * (config.key_width + config.value_width)
+    convolution = 6 * config.conv_width * _conv_channels(config, mixer)
+    return products + convolution + scan_flops_per_token(config, mixer, row_tokens)
+
+
+def _block_matrices(config: ModelConfig, mixer: Mixer) -> int:
+    """Parameters of a block that multiply as matrices."""
+    return _mixer_matrices(config, mixer) + 3 * config.model_width * config.mlp_width
+
+
+def _block_vectors(config: ModelConfig, mixer: Mixer) -> int:
+    """Parameters of a block's norms, convolution and decay."""
+    norms = 2 * config.model_width
+    if mixer == "attention":
+        return norms
+    decay = 2 * config.num_heads if config.decay == "gated_delta" else 0
+    return norms + config.conv_width * _conv_channels(config, mixer) + decay + config.value_width
+
+
+def _mixer_matrices(config: ModelConfig, mixer: Mixer) -> int:
+    width, heads = config.model_width, config.num_heads
+    query_key_value = width * heads * (2 * config.key_width + config.value_width)
+    output = heads * config.value_width * width
+    if mixer == "attention":
+        return query_key_value + output
+    write_steps = config.write_steps if mixer == "prism" else 1
+    gate, decay, step_sizes = output, width * heads, width * write_steps * heads
+    solver = _solver_matrices(config) if mixer == "prism" else 0
+    return query_key_value + output + gate + decay + step_sizes + solver
+
+
+def _solver_matrices(config: ModelConfig) -> int:
+    """Parameters that L = 0 does not have: keys from the second on, gains, the residual's projection of u."""
+    if config.solver_steps == 0:
+        return 0
+    key_width, value_width = config.num_heads * config.key_width, config.num_heads * config.value_width
+    keys = _projections(config, key_width, config.solver_steps - 1)
+    gains = _projections(config, value_width, config.solver_steps) if config.gain == "learned" else 0
+    residual = 0 if value_width == config.model_width else config.model_width * value_width
+    return keys + gains + residual
+
+
+def _projections(config: ModelConfig, out_width: int, count: int) -> int:
+    rank = config.solver_rank
+    return count * (rank * (config.model_width + out_width) if rank else config.model_width * out_width)
+
+
+def _conv_channels(config: ModelConfig, mixer: Mixer) -> int:
+    match mixer:
+        case "prism":
+            return config.model_width if config.anchor == "shortconv" else 0
+        case "gated_delta":
+            return config.num_heads * (2 * config.key_width + config.value_width)
+        case "attention":
+            return 0
+
+
+def _layer_state_bytes(config: ModelConfig, mixer: Mixer, context_tokens: int, element_bytes: int) -> int:
+    if mixer == "attention":
+        return context_tokens * config.num_heads * (config.key_width + config.value_width) * element_bytes
+    fast_weights = config.num_heads * config.key_width * config.value_width * STATE_ELEMENT_BYTES
+    return fast_weights + (config.conv_width - 1) * _conv_channels(config, mixer) * element_bytes

@@ -1,0 +1,131 @@
+"""The language model: embedding, blocks, norm, head. It knows no ranks.
+
+Dims: B batch, T tokens, D model width, V vocabulary.
+"""
+
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from kernels.linear_cross_entropy.chunked import linear_cross_entropy
+from kernels.prism.chunk_reference import prism_scan_chunked
+from prism_lm.model.block import Block
+from prism_lm.model.config import ModelConfig
+from prism_lm.model.decode_state import DecodeState
+from prism_lm.model.init import initialise
+from prism_lm.model.scan import Scan
+
+IGNORED_LABEL = -100
+Reduction = Literal["sum", "none"]
+
+
+class LanguageHead(nn.Module):
+    """Owns the V x D weight and everything that is computed with it, so that a sharded weight is gathered once."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.model_width))
+
+    def tie_to(self, embedding: nn.Embedding) -> None:
+        """Share the embedding's parameter, as one object."""
+        self.register_parameter("weight", cast(nn.Parameter, embedding.weight))
+
+    def forward(self, hidden_BTD: Tensor, labels_BT: Tensor | None = None, reduction: Reduction = "sum") -> Tensor:
+        """With labels the cross-entropy in nats, fp32: summed, or BT with 0 where the label is -100. Without them the
+        logits BTV in fp32 or wider."""
+        if labels_BT is None:
+            logits_BTV = functional.linear(hidden_BTD, self.weight)
+            return logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
+        loss = linear_cross_entropy(
+            hidden_BTD.flatten(0, 1),
+            self.weight,
+            labels_BT.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction=reduction,
+        )
+        return loss.view_as(labels_BT) if reduction == "none" else loss
+
+
+class LanguageModel(nn.Module):
+    """Next-token model over packed rows. Its weights are those of seed 0 until `initialise` draws others.
+
+    `scan` is any function with the scan's signature; parallelism is put on from outside.
+    """
+
+    def __init__(self, config: ModelConfig, *, scan: Scan = prism_scan_chunked) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.model_width)
+        self.blocks = nn.ModuleList(Block(config, mixer, scan=scan) for mixer in config.layer_mixers())
+        self.final_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
+        self.head = LanguageHead(config)
+        self.tie_weights()
+        if not self.embedding.weight.is_meta:
+            initialise(self, seed=0)
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the embedding's where the configuration says so; moving off meta undoes it."""
+        if self.config.tie_embeddings:
+            self.head.tie_to(self.embedding)
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        document_start_BT: Tensor | None,
+        labels_BT: Tensor,
+        *,
+        reduction: Reduction = "sum",
+    ) -> Tensor:
+        """Cross-entropy in nats, fp32, over labels other than -100: summed, or of each token (BT, 0 where ignored).
+
+        input_ids_BT and labels_BT int64 below vocab_size; document_start_BT bool, true at a document's first token.
+        """
+        hidden_BTD, _ = self._run_blocks(input_ids_BT, document_start_BT, None)
+        return self.head(self.final_norm(hidden_BTD), labels_BT, reduction)
+
+    def logits(
+        self,
+        input_ids_BT: Tensor,
+        *,
+        document_start_BT: Tensor | None = None,
+        state: DecodeState | None = None,
+        last_only: bool = False,
+    ) -> tuple[Tensor, DecodeState]:
+        """Logits BTV, fp32 or wider, and the state after the last token; `state` continues rows read before.
+
+        last_only: of the last token alone, so T = 1.
+        """
+        hidden_BTD, new_state = self._run_blocks(input_ids_BT, document_start_BT, state)
+        if last_only:
+            hidden_BTD = hidden_BTD[:, -1:]
+        return self.head(self.final_norm(hidden_BTD)), new_state
+
+    def _run_blocks(
+        self, input_ids_BT: Tensor, document_start_BT: Tensor | None, state: DecodeState | None
+    ) -> tuple[Tensor, DecodeState]:
+        hidden_BTD = self.embedding(input_ids_BT)
+        states = [None] * len(self.blocks) if state is None else state.layers
+        new_states = []
+        for block, layer_state in zip(self.blocks, states, strict=True):
+            hidden_BTD, new_state = block(hidden_BTD, document_start_BT, layer_state)
+            new_states.append(new_state)
+        return hidden_BTD, DecodeState(layers=tuple(new_states))
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    seed: int,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    scan: Scan = prism_scan_chunked,
+) -> LanguageModel:
+    """A model with the weights of `seed`, allocated once, on `device` in `dtype`."""
+    with torch.device("meta"):
+        model = LanguageModel(config, scan=scan).to(dtype)
+    model.to_empty(device=device)
+    model.tie_weights()
+    initialise(model, seed=seed)
+    return model

@@ -1,0 +1,79 @@
+"""The scan as the mixers see it, and one call that runs it over a row or advances it by one token.
+
+Dims: B batch, T tokens, H heads, K key width, V value width, L solver steps, M written pairs = max(L, 1).
+"""
+
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from kernels.prism.step import prism_step
+
+Activation = Literal["gelu", "identity"]
+
+
+class Scan(Protocol):
+    """Any form of the PRISM scan: the plain one, a fused kernel, one that passes state between ranks."""
+
+    def __call__(
+        self,
+        query_BTHK: Tensor,
+        key_BTMHK: Tensor,
+        residual_BTHV: Tensor,
+        gain_BTLHV: Tensor | None,
+        step_size_BTMH: Tensor,
+        log_decay_BTH: Tensor,
+        /,
+        *,
+        activation: Activation,
+        entry_state_BHVK: Tensor | None,
+        document_start_BT: Tensor | None,
+        chunk_tokens: int,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class ScanInputs(NamedTuple):
+    """What a mixer reads off its input for every token. Keys have norm 1 at most; step sizes are in [0, 1]; log
+    decays are at most 0, fp32 or wider. No gains: the residual itself is written (L = 0)."""
+
+    query_BTHK: Tensor
+    key_BTMHK: Tensor
+    residual_BTHV: Tensor
+    gain_BTLHV: Tensor | None
+    step_size_BTMH: Tensor
+    log_decay_BTH: Tensor
+
+    def first_token(self) -> "ScanInputs":
+        """The same without the token dim: the inputs of a step."""
+        gain = None if self.gain_BTLHV is None else self.gain_BTLHV[:, 0]
+        query, key, residual, _, step_size, log_decay = self
+        return ScanInputs(query[:, 0], key[:, 0], residual[:, 0], gain, step_size[:, 0], log_decay[:, 0])
+
+
+class ScanRunner:
+    """A scan with its settings. A single token from a known state takes the step, anything else the chunk form."""
+
+    def __init__(self, scan: Scan, *, activation: Activation, chunk_tokens: int) -> None:
+        self.scan, self.chunk_tokens = scan, chunk_tokens
+        self.activation: Activation = activation
+
+    def __call__(
+        self, inputs: ScanInputs, document_start_BT: Tensor | None, state_BHVK: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs BTHV and the state after the last token; the state carries no gradient."""
+        if state_BHVK is not None and inputs.query_BTHK.shape[1] == 1:
+            return self._step(inputs, document_start_BT, state_BHVK)
+        out_BTHV, final_BHVK = self.scan(
+            *inputs,
+            activation=self.activation,
+            entry_state_BHVK=state_BHVK,
+            document_start_BT=document_start_BT,
+            chunk_tokens=self.chunk_tokens,
+        )
+        return out_BTHV, final_BHVK.detach()
+
+    def _step(self, inputs: ScanInputs, document_start_BT: Tensor | None, state_BHVK: Tensor) -> tuple[Tensor, Tensor]:
+        if document_start_BT is not None:
+            state_BHVK = state_BHVK.masked_fill(document_start_BT[:, 0, None, None, None], 0)
+        out_BHV, final_BHVK = prism_step(*inputs.first_token(), activation=self.activation, state_BHVK=state_BHVK)
+        return out_BHV[:, None], final_BHVK.detach()
