@@ -1,0 +1,37 @@
+"""The batch: its keys, shapes and dtypes, written once.
+
+input_ids_BT int64: tokens to read. labels_BT int64: the token that follows each, IGNORED_LABEL (-100) where no loss is
+due (the next document's start and padding). document_start_BT bool: True at a document's first token, where states
+begin anew.
+"""
+
+from typing import TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_pipeline.packing import IGNORED_LABEL, TokenRow
+
+
+class Batch(TypedDict):
+    """One micro-batch of B rows of T tokens."""
+
+    input_ids_BT: torch.Tensor
+    labels_BT: torch.Tensor
+    document_start_BT: torch.Tensor
+
+
+BATCH_DTYPES = {"input_ids_BT": torch.int64, "labels_BT": torch.int64, "document_start_BT": torch.bool}
+
+
+def build_batch(rows: list[TokenRow], *, batch_rows: int, row_tokens: int, bos_id: int) -> Batch:
+    """Make a batch of `batch_rows` rows from stored rows of T+1 tokens; missing rows are BOS without any label."""
+    tokens_BT: NDArray[np.int64] = np.full((batch_rows, row_tokens + 1), bos_id, dtype=np.int64)
+    for index, row in enumerate(rows):
+        tokens_BT[index] = row
+    stored_BT = torch.from_numpy(tokens_BT)
+    input_ids_BT = stored_BT[:, :-1].contiguous()
+    labels_BT = stored_BT[:, 1:].clone()
+    labels_BT[labels_BT == bos_id] = IGNORED_LABEL
+    return Batch(input_ids_BT=input_ids_BT, labels_BT=labels_BT, document_start_BT=input_ids_BT == bos_id)
