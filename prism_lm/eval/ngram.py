@@ -5,14 +5,12 @@ and Peto (1995); the prior mass m is the one that predicts the validation split 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
-
-from prism_lm.eval.perplexity import IGNORED_LABEL, Score
+from prism_lm.eval.perplexity import IGNORED_LABEL, Score, ScoredBatch
 
 PRIOR_MASSES = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 Pairs = npt.NDArray[np.int64]
@@ -29,7 +27,7 @@ class NgramCounts:
     pair_counts: npt.NDArray[np.int64]
 
 
-def collect_pairs(batches: Iterable[Mapping[str, Tensor]]) -> Pairs:
+def collect_pairs(batches: Iterable[ScoredBatch]) -> Pairs:
     """Every (input, label) pair that a model would be asked for, shape [pairs, 2]."""
     found = []
     for batch in batches:

@@ -1,9 +1,9 @@
 """How well a model predicts held-out text: nats a token, and bits a byte, which no choice of tokenizer can flatter."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -35,6 +35,14 @@ class Score:
         return self.nats / math.log(2) / self.num_bytes
 
 
+class ScoredBatch(TypedDict):
+    """What scoring needs of a micro-batch: B rows of T tokens, int64, int64 (-100: not scored) and bool."""
+
+    input_ids_BT: Tensor
+    labels_BT: Tensor
+    document_start_BT: Tensor
+
+
 class ScoredModel(Protocol):
     """What scoring asks of a model: summed nats of the labels that count."""
 
@@ -43,7 +51,7 @@ class ScoredModel(Protocol):
 
 @torch.no_grad()
 def score_batches(
-    model: ScoredModel, batches: Iterable[Mapping[str, Tensor]], token_bytes_V: Tensor, device: torch.device
+    model: ScoredModel, batches: Iterable[ScoredBatch], token_bytes_V: Tensor, device: torch.device
 ) -> Score:
     """Score every label of the batches that is not -100.
 
@@ -52,8 +60,8 @@ def score_batches(
     """
     nats, num_tokens, num_bytes = 0.0, 0, 0
     for batch in batches:
-        moved = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-        nats += float(model(moved["input_ids_BT"], moved["document_start_BT"], moved["labels_BT"]))
+        inputs, starts, labels = (batch[key].to(device) for key in ("input_ids_BT", "document_start_BT", "labels_BT"))
+        nats += float(model(inputs, starts, labels))
         counted = batch["labels_BT"][batch["labels_BT"] != IGNORED_LABEL]
         num_tokens += counted.numel()
         num_bytes += int(token_bytes_V[counted].sum())

@@ -1,0 +1,81 @@
+"""`prism evaluate RUN`: bits per byte, loss and perplexity of a run's newest checkpoint on a held-out split.
+
+Written to RUN/evaluations/<split>_step_<n>.json and printed; an evaluation that is there already is not redone.
+"""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from launcher.run_data import Split
+    from launcher.trained_run import TrainedRun
+    from prism_lm.eval.perplexity import Score
+
+
+def main(arguments: list[str]) -> int:
+    """Evaluate and print one line of figures."""
+    parsed = build_parser().parse_args(arguments)
+    if parsed.micro_batch_rows is not None and parsed.micro_batch_rows < 1:
+        raise ValueError(f"--micro-batch-rows={parsed.micro_batch_rows} must be at least 1; for example 8")
+    figures = evaluate_run(Path(parsed.run), split=parsed.split, micro_batch_rows=parsed.micro_batch_rows)
+    print(
+        f"step {figures['step']}  {figures['split']}  {figures['bits_per_byte']:.4f} bits/byte  "
+        f"{figures['loss_nats']:.4f} nats/token  perplexity {figures['perplexity']:.2f}  "
+        f"({figures['num_tokens']:,} tokens, {figures['num_bytes']:,} bytes)"
+    )
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="prism evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a run that has saved a checkpoint")
+    parser.add_argument("--split", choices=["validation", "test"], default="test", help="default %(default)s")
+    parser.add_argument("--micro-batch-rows", type=int, help="rows at once (default: the run's train.micro_batch_rows)")
+    return parser
+
+
+def evaluate_run(run_dir: Path, *, split: "Split", micro_batch_rows: int | None = None) -> dict[str, Any]:
+    """Score the whole split once; returns the figures as they stand in the JSON file."""
+    from launcher.trained_run import load_trained_run
+
+    run = load_trained_run(run_dir)
+    file = run_dir / "evaluations" / f"{split}_step_{run.step}.json"
+    if file.is_file():
+        return json.loads(file.read_text(encoding="utf-8"))
+    started = time.perf_counter()
+    score = _score_split(run, run_dir, split, micro_batch_rows or run.config.train.micro_batch_rows)
+    figures = {"split": split, "step": run.step, **describe_score(score), "wall_s": time.perf_counter() - started}
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return figures
+
+
+def describe_score(score: "Score") -> dict[str, float]:
+    """A score's sums and means, by name."""
+    return {
+        "bits_per_byte": score.bits_per_byte,
+        "loss_nats": score.loss_nats,
+        "perplexity": score.perplexity,
+        "num_tokens": score.num_tokens,
+        "num_bytes": score.num_bytes,
+    }
+
+
+def _score_split(run: "TrainedRun", run_dir: Path, split: "Split", micro_batch_rows: int) -> "Score":
+    import torch
+
+    from data_pipeline.tokenizer import compute_token_bytes
+    from launcher.run_data import plan_loader
+    from prism_lm.eval.perplexity import score_batches
+    from prism_lm.parallel.mesh import Ranks
+
+    train = replace(run.config.train, micro_batch_rows=micro_batch_rows, global_batch_rows=micro_batch_rows)
+    config = replace(run.config, run_dir=str(run_dir), train=train)
+    loader = plan_loader(config, Ranks(), split=split)()
+    return score_batches(run.model, loader, torch.from_numpy(compute_token_bytes(run.tokenizer)), run.device)

@@ -1,0 +1,77 @@
+"""`prism train CONFIG [key=value ...]`: train a model, or go on with the run whose folder exists.
+
+One process, `torchrun --nproc-per-node N -m launcher train CONFIG`, or `srun` with one task a rank.
+"""
+
+import argparse
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launcher.config import RunConfig, dump_config, load_config
+from launcher.environment import ProcessEnvironment, apply_environment, detect_environment
+from launcher.help_text import describe_config
+
+if TYPE_CHECKING:
+    from prism_lm.train.state import Status, TrainRun
+
+EXIT_PREEMPTED = 75
+
+
+def main(arguments: list[str]) -> int:
+    """Train; 0 when the budget is spent, 75 when a stop signal ended it with a checkpoint."""
+    parsed = build_parser().parse_args(arguments)
+    config = load_config(RunConfig, parsed.config, parsed.overrides)
+    environment = detect_environment(os.environ)
+    apply_environment(environment)
+    return 0 if train(config, environment) == "finished" else EXIT_PREEMPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="prism train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="keys (write key=value after CONFIG):\n" + describe_config(RunConfig),
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file; the shipped ones are in configs/train/")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="override one key of the file")
+    return parser
+
+
+def train(config: RunConfig, environment: ProcessEnvironment) -> "Status":
+    """Check everything that can be checked before a process group starts, then run to a status."""
+    from prism_lm.train.loop import run_training
+
+    return run_training(build_run(config, environment))
+
+
+def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
+    """What the trainer is given. Raises ValueError or DataError for data that does not fit the run."""
+    from launcher.provenance import describe_environment
+    from launcher.run_data import keep_tokenizer, open_manifest, plan_loader
+    from prism_lm.model.cost import flops_per_token
+    from prism_lm.model.lm import build_model
+    from prism_lm.train.state import TrainRun
+
+    manifest = open_manifest(config)
+    if environment.ranks.is_main:
+        keep_tokenizer(config)
+    return TrainRun(
+        run_dir=Path(config.run_dir),
+        train=config.train,
+        parallel=config.parallel,
+        ranks=environment.ranks,
+        seed=config.seed,
+        build_model=lambda: build_model(config.model, seed=config.seed),
+        build_train_loader=plan_loader(config, environment.ranks, split="train"),
+        build_validation_loader=plan_loader(config, environment.ranks, split="validation"),
+        flops_per_token=flops_per_token(config.model, config.data.row_tokens),
+        config_yaml=dump_config(config),
+        environment=describe_environment(environment),
+        fingerprints={
+            "model": hashlib.sha256(dump_config(config.model).encode()).hexdigest(),
+            "data": manifest.fingerprint,
+        },
+    )
