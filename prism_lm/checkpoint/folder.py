@@ -1,0 +1,164 @@
+"""Checkpoint folders on disk: names, the manifest that marks a complete one, publishing, pruning.
+
+A checkpoint is written into `checkpoints/.partial_step_<n>/`, renamed to `checkpoints/step_<n>/`, and complete once
+`manifest.json`, which lists every file's size and hash, appears in it. Whatever lacks a matching manifest is ignored.
+Knows no processes: who writes what, and when, is the manager's.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+MANIFEST_NAME = "manifest.json"
+WEIGHTS_NAME = "model.safetensors"
+TRAINER_NAME = "trainer.json"
+ENGINE_NAME = "deepspeed"
+_STEP_PATTERN = re.compile(r"step_(\d+)")
+_PARTIAL_PREFIX = ".partial_"
+_READ_BYTES = 1 << 20
+
+
+class FileEntry(TypedDict):
+    """One file of a checkpoint in its manifest."""
+
+    bytes: int
+    sha256: str
+
+
+def step_folder(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step}"
+
+
+def partial_folder(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"{_PARTIAL_PREFIX}step_{step}"
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    return folder / "ranks" / f"rank_{rank}.pt"
+
+
+def read_step(folder: Path) -> int | None:
+    """The step in a checkpoint folder's name; None for any other name."""
+    match = _STEP_PATTERN.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def list_files(folder: Path) -> list[str]:
+    """Every file below the folder but the manifest, as sorted relative names."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in names if name != MANIFEST_NAME)
+
+
+def describe_file(path: Path) -> FileEntry:
+    """Size and hash of a file, after forcing it to the disk."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes the file whole or not at all, and forces it to the disk."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """Raises ValueError naming the file when it holds no JSON."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable JSON: {error}; restore the file or remove its folder") from error
+
+
+def publish(partial: Path, folder: Path, entries: dict[str, FileEntry]) -> None:
+    """Gives the folder its name, then writes its manifest; only after that does the checkpoint exist."""
+    if folder.exists():
+        remove_folder(folder)
+    for inner in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
+        _sync_folder(inner)
+    partial.rename(folder)
+    _sync_folder(folder.parent)
+    write_json(folder / MANIFEST_NAME, {"files": entries})
+
+
+def read_manifest(folder: Path) -> dict[str, FileEntry]:
+    return cast(dict[str, FileEntry], read_json(folder / MANIFEST_NAME)["files"])
+
+
+def is_complete(folder: Path) -> bool:
+    """True when the manifest is there and every file has the size it names; hashes are not read."""
+    if not (folder / MANIFEST_NAME).is_file():
+        return False
+    try:
+        entries = read_manifest(folder)
+        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in entries.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def list_complete(run_dir: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest step first."""
+    folders = (path for path in (run_dir / "checkpoints").glob("step_*") if path.is_dir())
+    return sorted(
+        (folder for folder in folders if read_step(folder) is not None and is_complete(folder)),
+        key=lambda folder: read_step(folder) or 0,
+    )
+
+
+def remove_incomplete(run_dir: Path) -> list[Path]:
+    """Removes what a killed save left behind; returns what it removed."""
+    folders = [path for path in (run_dir / "checkpoints").glob("*") if path.is_dir()]
+    left = [
+        folder
+        for folder in folders
+        if folder.name.startswith(_PARTIAL_PREFIX) or (read_step(folder) is not None and not is_complete(folder))
+    ]
+    for folder in left:
+        remove_folder(folder)
+    return left
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes the marker first, so that a kill in the middle leaves an incomplete folder and not a broken one."""
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    shutil.rmtree(folder)
+
+
+def choose_removals(steps: Sequence[int], *, keep_last: int, keep_every_steps: int) -> list[int]:
+    """Which of the complete checkpoints' steps to remove: neither the newest keep_last (at least one) nor multiples
+    of keep_every_steps (0: none are kept for that)."""
+    newest = set(sorted(steps)[-max(1, keep_last) :])
+    return [
+        step for step in sorted(steps) if step not in newest and not (keep_every_steps and step % keep_every_steps == 0)
+    ]
+
+
+def find_damaged(folder: Path, names: Iterable[str]) -> str | None:
+    """The first of the files whose size or hash is not the manifest's; None when all are whole."""
+    entries = read_manifest(folder)
+    for name in names:
+        path = folder / name
+        if not path.is_file() or describe_file(path) != entries[name]:
+            return name
+    return None
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

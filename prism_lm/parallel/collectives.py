@@ -1,0 +1,78 @@
+"""Named collectives over all processes of the run; each is the identity with one process.
+
+Values decided on the host travel as CPU tensors, so that agreeing on them does not wait for the GPU's queue.
+"""
+
+from collections.abc import Sequence
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class RunFailed(RuntimeError):
+    """Ends the run; raised on every rank with the same text, so that it need be printed once only."""
+
+
+def count_processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_integers(values: Sequence[int]) -> list[int]:
+    """Sums over all processes, value by value."""
+    if count_processes() == 1:
+        return list(values)
+    total = torch.tensor(list(values), dtype=torch.int64)
+    dist.all_reduce(total)
+    return [int(value) for value in total.tolist()]
+
+
+def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all processes, as a new tensor on the same device."""
+    total = tensor.detach().clone()
+    if count_processes() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def gather_objects(value: T) -> list[T]:
+    """The value of every process, by rank. Meant for small, rare, host-side values."""
+    if count_processes() == 1:
+        return [value]
+    gathered: list[T | None] = [None] * count_processes()
+    dist.all_gather_object(gathered, value)
+    return cast(list[T], gathered)
+
+
+def take_from_main(value: T) -> T:
+    """The value that rank 0 passed, on every rank."""
+    if count_processes() == 1:
+        return value
+    box: list[T] = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def wait_for_all() -> None:
+    """Returns once every process has called it."""
+    sum_integers([0])
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raises RunFailed on every rank when any rank passes an error; its text names the first such rank's error."""
+    if sum_integers([int(error is not None)])[0] == 0:
+        return
+    texts = gather_objects(None if error is None else describe_error(error))
+    failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
+    place = "" if len(texts) == 1 else f" (rank {', '.join(str(rank) for rank, _ in failed)} of {len(texts)})"
+    raise RunFailed(f"{failed[0][1]}{place}") from error
+
+
+def describe_error(error: BaseException) -> str:
+    """The error's own words; its type too where the words alone would not say what happened."""
+    text = str(error).strip()
+    if isinstance(error, (OSError, ValueError, RuntimeError)) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,76 @@
+"""Which process this is, and the process group all of them share."""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """This process among all processes of the run; every process is one data rank."""
+
+    rank: int = 0
+    "Number of this process, 0 to world_size - 1; 0 writes the run's files and the console."
+    local_rank: int = 0
+    "Number of this process on its host; it picks the GPU."
+    world_size: int = 1
+    "Number of processes in the run."
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(
+                f"rank={self.rank} must be at least 0 and below world_size={self.world_size}; "
+                "start the processes with torchrun, which sets both"
+            )
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @staticmethod
+    def from_environment() -> "Ranks":
+        """Reads RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; one process where they are unset."""
+        return Ranks(
+            rank=int(os.environ.get("RANK", "0")),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        )
+
+
+def choose_device(ranks: Ranks) -> "torch.device":
+    """The GPU of this local rank, or the CPU where the machine has no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", ranks.local_rank)
+
+
+@contextmanager
+def process_group(ranks: Ranks) -> Generator[None, None, None]:
+    """The default process group, gloo for CPU tensors and NCCL for GPU tensors, for the time of the block.
+
+    With one process no address or port is needed. With several, MASTER_ADDR and MASTER_PORT must be set (torchrun does).
+    """
+    import torch
+    import torch.distributed as dist
+
+    os.environ.setdefault("RANK", str(ranks.rank))
+    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
+    os.environ.setdefault("WORLD_SIZE", str(ranks.world_size))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(ranks.local_rank)
+    if ranks.world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,85 @@
+"""Settings of a training run, apart from the model, the data and parallelism."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from prism_lm.checkpoint.manager import CheckpointConfig
+from prism_lm.parallel.apply import ParallelConfig
+from prism_lm.train.optim import OptimConfig
+from prism_lm.train.schedule import ScheduleConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One training run. A step is one update from one global batch."""
+
+    steps: int = 1000
+    "Length of the run in steps; the learning rate schedule spans it. Raising it extends a finished run."
+    global_batch_rows: int = 8
+    "Rows in one update over all processes; a multiple of micro_batch_rows x the number of processes."
+    micro_batch_rows: int = 4
+    "Rows one process runs forward and backward at once; lower it when memory is short."
+    precision: Literal["fp32", "bf16"] = "fp32"
+    "bf16: weights and activations in bf16, masters, moments and gradient sums in fp32; needs zero_stage 1 or more."
+    zero_stage: int = 1
+    "What DeepSpeed splits over processes: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."
+    max_grad_norm: float = 1.0
+    "Gradients with a larger L2 norm over all parameters are scaled down to it; 0 is off."
+    log_every_steps: int = 10
+    "Steps between lines of metrics."
+    eval_every_steps: int = 0
+    "Steps between passes over validation rows, and one after the last step; 0 means never."
+    eval_rows: int = 256
+    "Validation rows of one pass over all processes, rounded up to whole micro-batches, the same each time; 0 means all."
+    histogram_every_steps: int = 0
+    "Steps between histograms of decay, step sizes and state norm; each costs one forward pass; 0 means never."
+    max_nonfinite_steps: int = 3
+    "This many steps in a row with a NaN or infinite loss or gradient end the run; such a step is never applied."
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    "AdamW."
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    "Learning rate over the run."
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    "When to save and what to keep."
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch_rows", "micro_batch_rows", "log_every_steps", "max_nonfinite_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1; use a positive number")
+        for name in ("eval_every_steps", "eval_rows", "histogram_every_steps", "max_grad_norm"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be at least 0; use 0 to turn it off")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"train.zero_stage={self.zero_stage} must be 0, 1, 2 or 3; use 1 when in doubt")
+        if self.precision == "bf16" and self.zero_stage == 0:
+            raise ValueError(
+                "train.precision=bf16 must go with train.zero_stage=1, 2 or 3, not train.zero_stage=0, which keeps no "
+                "fp32 master weights; use train.zero_stage=1"
+            )
+        if self.schedule.warmup_steps >= self.steps:
+            raise ValueError(
+                f"train.schedule.warmup_steps={self.schedule.warmup_steps} must be below train.steps={self.steps}; "
+                f"use at most {self.steps - 1}"
+            )
+
+
+def compute_accumulation_steps(config: TrainConfig, *, world_size: int) -> int:
+    """Micro-batches one process runs for one update. Raises ValueError where the rows do not divide."""
+    rows_at_once = config.micro_batch_rows * world_size
+    if config.global_batch_rows % rows_at_once == 0:
+        return config.global_batch_rows // rows_at_once
+    below = config.global_batch_rows - config.global_batch_rows % rows_at_once
+    choices = " or ".join(str(rows) for rows in (below, below + rows_at_once) if rows > 0)
+    raise ValueError(
+        f"train.global_batch_rows={config.global_batch_rows} must be a multiple of train.micro_batch_rows="
+        f"{config.micro_batch_rows} x {world_size} processes; use {choices}"
+    )
+
+
+def check_parallel(config: TrainConfig, parallel: ParallelConfig) -> None:
+    """Raises ValueError for a combination of settings that cannot run."""
+    if parallel.compile and config.zero_stage == 3:
+        raise ValueError(
+            "parallel.compile=true must not go with train.zero_stage=3, whose weights exist only inside hooks that "
+            "compiled code does not run; use train.zero_stage=2 or parallel.compile=false"
+        )

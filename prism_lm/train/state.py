@@ -1,0 +1,136 @@
+"""What a run is given, where it stands, and all that a resume needs besides weights."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from prism_lm.checkpoint.folder import rank_file
+from prism_lm.parallel.apply import ParallelConfig
+from prism_lm.parallel.collectives import RunFailed
+from prism_lm.parallel.mesh import Ranks
+from prism_lm.train.config import TrainConfig
+from prism_lm.train.step import TrainBatch
+
+__all__ = ["Loader", "RunFailed", "Status", "TrainRun", "TrainState"]
+
+Status = Literal["finished", "preempted"]
+
+
+class Loader(Protocol):
+    """Micro-batches of this rank, whose place in the data is a plain state."""
+
+    def __iter__(self) -> Iterator[TrainBatch]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the batches taken so far, in plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration goes on from that place."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainRun:
+    """Everything run_training needs to know."""
+
+    run_dir: Path
+    "Folder of the run on a file system all ranks see; a complete checkpoint in it is resumed."
+    train: TrainConfig
+    parallel: ParallelConfig
+    ranks: Ranks
+    seed: int
+    "Seeds the model's initial values, the same on every rank, then each rank's generators."
+    build_model: Callable[[], nn.Module]
+    "A model in fp32 on the CPU with `blocks`, whose forward of a batch gives the loss sum."
+    build_train_loader: Callable[[], Loader]
+    "An endless loader; called once the process group is up."
+    build_validation_loader: Callable[[], Loader] | None
+    "A loader that ends, with equally many batches on every rank; needed where train.eval_every_steps is not 0."
+    flops_per_token: float | None
+    "Forward and backward FLOPs of one token; None leaves the MFU out."
+    config_yaml: str
+    "The resolved configuration, kept as config.yaml."
+    environment: Mapping[str, Any]
+    "Kept as environment.json."
+    fingerprints: Mapping[str, str] = field(default_factory=dict[str, str])
+    "Names and identities (of model, data) that a resume must find unchanged."
+
+    def list_fixed(self) -> dict[str, Any]:
+        """The settings in which a resume must equal its checkpoint, under the names a user types."""
+        train = self.train
+        return {
+            "world_size": self.ranks.world_size,
+            "seed": self.seed,
+            "train.zero_stage": train.zero_stage,
+            "train.precision": train.precision,
+            "train.global_batch_rows": train.global_batch_rows,
+            "train.micro_batch_rows": train.micro_batch_rows,
+            **{f"fingerprint.{name}": value for name, value in self.fingerprints.items()},
+        }
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """Where the run stands; the same on every rank."""
+
+    step: int = 0
+    "Global batches taken, skipped ones included: a step and its place in the data always belong together."
+    tokens: int = 0
+    "Positions in the global batches taken."
+    skipped_steps: int = 0
+    "Steps whose update was not applied because something was not finite."
+    nonfinite_in_a_row: int = 0
+    "Skipped steps since the last applied one."
+
+    def advance(self, *, tokens: int, applied: bool) -> None:
+        self.step += 1
+        self.tokens += tokens
+        self.skipped_steps += int(not applied)
+        self.nonfinite_in_a_row = 0 if applied else self.nonfinite_in_a_row + 1
+
+    def describe(self, run: TrainRun) -> dict[str, Any]:
+        """What trainer.json holds."""
+        return {"format": 1, **asdict(self), **run.list_fixed(), "train": asdict(run.train)}
+
+    @staticmethod
+    def from_trainer(trainer: Mapping[str, Any]) -> "TrainState":
+        return TrainState(**{name: int(trainer[name]) for name in asdict(TrainState())})
+
+
+def seed_generators(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def capture_rank_state(loader: Loader) -> dict[str, Any]:
+    """This rank's generators and place in the data, in values that torch.load reads with weights_only."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    version, internal, gauss_next = random.getstate()
+    return {
+        "python": (version, list(internal), gauss_next),
+        "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "loader": loader.state_dict(),
+    }
+
+
+def restore_rank_state(folder: Path, rank: int, loader: Loader) -> None:
+    """Restores what capture_rank_state gave, from the checkpoint."""
+    state: dict[str, Any] = torch.load(rank_file(folder, rank), map_location="cpu", weights_only=True)
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    loader.load_state_dict(state["loader"])

@@ -1,0 +1,99 @@
+"""Where figures go: metrics.jsonl, TensorBoard and one console line, through one `write`."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+METRICS_NAME = "metrics.jsonl"
+
+
+class Recorder:
+    """Records the figures of a run at rank 0, from the step after `resumed_step` on; other ranks record nothing.
+
+    What an earlier, killed process recorded beyond that step is dropped, so that no step is recorded twice.
+    """
+
+    def __init__(self, run_dir: Path, *, resumed_step: int, total_steps: int, enabled: bool) -> None:
+        self._total_steps = total_steps
+        self._enabled = enabled
+        if not enabled:
+            return
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        drop_after(run_dir / METRICS_NAME, resumed_step)
+        self._file = (run_dir / METRICS_NAME).open("a")
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed_step + 1, flush_secs=10)
+
+    def write(
+        self,
+        step: int,
+        tokens: int,
+        figures: Mapping[str, float],
+        histograms: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Records one step's figures (tags `group/name_unit`); call it once a step at most."""
+        if not self._enabled:
+            return
+        readable = {tag: value if math.isfinite(value) else None for tag, value in figures.items()}
+        self._file.write(json.dumps({"step": step, "tokens": tokens, **readable}) + "\n")
+        self._file.flush()
+        for tag, value in figures.items():
+            self._board.add_scalar(tag, value, step)
+        for tag, values in (histograms or {}).items():
+            self._board.add_histogram(tag, values, step)
+        print(format_line(step, self._total_steps, figures), flush=True)
+
+    def say(self, text: str) -> None:
+        """Prints a line at rank 0."""
+        if self._enabled:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        if self._enabled:
+            self._file.close()
+            self._board.close()
+
+
+def drop_after(path: Path, last_step: int) -> None:
+    """Keeps the lines of steps up to last_step; a line cut short by a kill is dropped as well."""
+    if not path.exists():
+        return
+    kept: list[str] = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except ValueError:
+            continue
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text("".join(kept))
+    temporary.replace(path)
+
+
+def format_line(step: int, total_steps: int, figures: Mapping[str, float]) -> str:
+    """The console line of a step; figures that are absent are left out."""
+    shown = {
+        "train/loss_nats": "loss {:.4f}",
+        "validation/loss_nats": "validation {:.4f}",
+        "optim/learning_rate": "lr {:.2e}",
+        "optim/grad_norm": "grad {:.3f}",
+        "speed/tokens_per_s": "{:,.0f} tokens/s",
+        "speed/mfu_pct": "MFU {:.1f}%",
+        "speed/data_wait_pct": "data wait {:.1f}%",
+        "memory/peak_gib": "{:.1f} GiB",
+    }
+    width = len(str(total_steps))
+    parts = [f"step {step:>{width}}/{total_steps}"]
+    parts += [text.format(figures[tag]) for tag, text in shown.items() if tag in figures]
+    if "speed/eta_s" in figures:
+        parts.append(f"ETA {format_duration(figures['speed/eta_s'])}")
+    return "  ".join(parts)
+
+
+def format_duration(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03."""
+    whole = max(0, round(seconds))
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
