@@ -1,0 +1,227 @@
+"""Shared by tests of all rooms: real process groups on CPU processes, errors against a bound, tiny models and loaders."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prism_lm.parallel.apply import ParallelConfig
+from prism_lm.parallel.mesh import Ranks
+from prism_lm.train.config import TrainConfig
+from prism_lm.train.state import TrainRun
+
+VOCAB = 64
+ROW_TOKENS = 24
+
+
+def run_on(num_processes: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0) -> list[Any]:
+    """Calls a module-level function in that many processes, with the variables torchrun would set, and returns what
+    each returned, by rank. No process group is started. A failing process fails the caller with its traceback."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    port = find_free_port()
+    pipes, processes = [], []
+    for rank in range(num_processes):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_run_as_rank, args=(theirs, rank, num_processes, port, function, arguments), daemon=True
+        )
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return [_receive(pipe, rank, timeout_s) for rank, pipe in enumerate(pipes)]
+    finally:
+        for process in processes:
+            process.join(timeout=5)
+            process.kill()
+
+
+def _receive(pipe: Connection, rank: int, timeout_s: float) -> Any:
+    if not pipe.poll(timeout_s):
+        raise AssertionError(f"rank {rank} gave no result within {timeout_s:.0f} s")
+    try:
+        succeeded, value = pipe.recv()
+    except EOFError:
+        raise AssertionError(f"rank {rank} died without a result") from None
+    assert succeeded, f"rank {rank} failed:\n{value}"
+    return value
+
+
+def _run_as_rank(
+    pipe: Connection, rank: int, num_processes: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.environ |= build_rank_environment(rank, num_processes, port)
+    torch.set_num_threads(1)
+    try:
+        pipe.send((True, function(*arguments)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def build_rank_environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
+    """The variables torchrun sets for one of several processes on this host."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def find_free_port() -> int:
+    """A TCP port free on this host at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def assert_error_within(actual: Tensor, expected: Tensor, bound: float, *, what: str = "value") -> None:
+    """The largest absolute difference, relative to the largest expected magnitude, is at most `bound`."""
+    difference = (actual.double() - expected.double()).abs()
+    scale = max(expected.double().abs().max().item(), 1e-30)
+    error = difference.max().item() / scale
+    worst = int(difference.argmax())
+    assert error <= bound, (
+        f"{what}: relative error {error:.3e} exceeds {bound:.3e} at flat index {worst}: "
+        f"{actual.flatten()[worst].item()!r} against {expected.flatten()[worst].item()!r}"
+    )
+
+
+class TinyBlock(nn.Module):
+    """A residual block with everything that matters to an engine: a norm, a bias, matrices, a direct parameter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return x_BTD + self.down(torch.tanh(self.up(self.norm(x_BTD)))) * torch.exp(-self.A_log)
+
+
+class TinyModel(nn.Module):
+    """A per-token model with the language model's forward; large enough that stage 3 really splits its matrices."""
+
+    def __init__(self, width: int = 64, vocab: int = VOCAB, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, input_ids_BT: Tensor, document_start_BT: Tensor, labels_BT: Tensor) -> Tensor:
+        x_BTD = self.embedding(input_ids_BT) * (~document_start_BT)[..., None]
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits = self.head(x_BTD).flatten(0, 1).float()
+        return nn.functional.cross_entropy(logits, labels_BT.flatten(), ignore_index=-100, reduction="sum")
+
+
+def build_batch(rows: int, *, seed: int, row_tokens: int = ROW_TOKENS, vocab: int = VOCAB) -> dict[str, Tensor]:
+    """Random rows whose numbers of labels with loss differ from row to row."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, vocab, (rows, row_tokens + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[torch.rand(labels.shape, generator=generator) < torch.rand(rows, 1, generator=generator)] = -100
+    starts = torch.rand(labels.shape, generator=generator) < 0.1
+    return {"input_ids_BT": tokens[:, :-1].contiguous(), "labels_BT": labels, "document_start_BT": starts}
+
+
+class ListLoader:
+    """Global batch g of `global_rows` rows is seeded by g; each rank takes its share, micro-batch by micro-batch.
+
+    Every world size and micro-batch size sees the same global batches. `fail_at` raises at that micro-batch, `end_at`
+    ends there.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        global_rows: int,
+        micro_rows: int,
+        fail_at: int | None = None,
+        end_at: int | None = None,
+        spoil: Callable[[int, dict[str, Tensor]], None] | None = None,
+    ) -> None:
+        self.ranks, self.global_rows, self.micro_rows = ranks, global_rows, micro_rows
+        self.fail_at, self.end_at, self.spoil = fail_at, end_at, spoil
+        self.taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        per_step = self.global_rows // (self.micro_rows * self.ranks.world_size)
+        while self.taken != self.end_at:
+            if self.taken == self.fail_at:
+                raise OSError("shard.00003.mds is truncated")
+            step, micro = divmod(self.taken, per_step)
+            batch = build_batch(self.global_rows, seed=step)
+            first = (micro * self.ranks.world_size + self.ranks.rank) * self.micro_rows
+            share = {name: tensor[first : first + self.micro_rows] for name, tensor in batch.items()}
+            if self.spoil is not None:
+                self.spoil(step, share)
+            self.taken += 1
+            yield share
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+def build_run(
+    run_dir: Path,
+    train: TrainConfig,
+    *,
+    parallel: ParallelConfig | None = None,
+    build_model: Callable[[], nn.Module] = TinyModel,
+    loader: Callable[[Ranks], Any] | None = None,
+) -> TrainRun:
+    """A run of this process as the environment names it, on the tiny model and list loaders unless told otherwise."""
+    ranks = Ranks.from_environment()
+    rows = {"global_rows": train.global_batch_rows, "micro_rows": train.micro_batch_rows}
+    return TrainRun(
+        run_dir=run_dir,
+        train=train,
+        parallel=parallel or ParallelConfig(),
+        ranks=ranks,
+        seed=7,
+        build_model=build_model,
+        build_train_loader=lambda: loader(ranks) if loader else ListLoader(ranks, **rows),
+        build_validation_loader=lambda: ListLoader(ranks, **rows, end_at=4 // ranks.world_size),
+        flops_per_token=1e6,
+        config_yaml="steps: few\n",
+        environment={"python": "3"},
+        fingerprints={"model": "tiny"},
+    )
+
+
+@contextmanager
+def environment_of(variables: dict[str, str]) -> Generator[None, None, None]:
+    """os.environ with these variables for the time of the block."""
+    former = dict(os.environ)
+    os.environ |= variables
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= former
+
+
+def read_losses(records: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """Training loss by step, from lines of metrics.jsonl."""
+    return {record["step"]: record["train/loss_nats"] for record in records if "train/loss_nats" in record}
