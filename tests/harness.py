@@ -1,4 +1,4 @@
-"""Shared by tests of all rooms: real process groups on CPU processes, errors against a bound, tiny models and loaders."""
+"""Shared by tests of all rooms: several CPU processes, errors against a bound, tiny models and loaders."""
 
 import multiprocessing
 import os

@@ -53,9 +53,7 @@ def load_weights(model: "nn.Module", folder: Path) -> None:
     try:
         outcome = model.load_state_dict(weights, strict=False)
     except RuntimeError as error:
-        raise ValueError(
-            f"{path} must hold this model's shapes; {error}; build the model from the run's config"
-        ) from error
+        raise ValueError(f"{path} must hold this model's shapes; {error}; build it from the run's config") from error
     missing = [name for name in outcome.missing_keys if name not in named or id(named[name]) not in present]
     if missing or outcome.unexpected_keys:
         raise ValueError(

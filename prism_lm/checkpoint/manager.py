@@ -47,7 +47,7 @@ class Saveable(Protocol):
 
 
 class CheckpointManager:
-    """Saves, keeps and finds the checkpoints of one run; all ranks see one file system and call every method together."""
+    """Saves, keeps and finds the checkpoints of one run. All ranks see one file system and call together."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, ranks: "Ranks") -> None:
         self._run_dir = run_dir

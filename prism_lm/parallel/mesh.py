@@ -55,10 +55,11 @@ def choose_device(ranks: Ranks) -> "torch.device":
 def process_group(ranks: Ranks) -> Generator[None, None, None]:
     """The default process group, gloo for CPU tensors and NCCL for GPU tensors, for the time of the block.
 
-    With one process no address or port is needed. With several, MASTER_ADDR and MASTER_PORT must be set (torchrun does).
+    One process needs no address or port. Several need MASTER_ADDR and MASTER_PORT, which torchrun sets.
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import HashStore
 
     os.environ.setdefault("RANK", str(ranks.rank))
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
@@ -67,7 +68,7 @@ def process_group(ranks: Ranks) -> Generator[None, None, None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank)
     if ranks.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
     try:

@@ -30,7 +30,7 @@ class TrainConfig:
     eval_every_steps: int = 0
     "Steps between passes over validation rows, and one after the last step; 0 means never."
     eval_rows: int = 256
-    "Validation rows of one pass over all processes, rounded up to whole micro-batches, the same each time; 0 means all."
+    "Validation rows of one pass over all processes, the same each time, rounded up to whole micro-batches; 0 is all."
     histogram_every_steps: int = 0
     "Steps between histograms of decay, step sizes and state norm; each costs one forward pass; 0 means never."
     max_nonfinite_steps: int = 3

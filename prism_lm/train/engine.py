@@ -39,7 +39,7 @@ class StepOutcome:
 
 
 class Engine:
-    """A model, its optimizer and the communication between ranks. Every method is called on every rank, in one order."""
+    """A model, its optimizer and the communication between ranks. Every rank calls every method, in one order."""
 
     def __init__(self, inner: Any, adamw: torch.optim.Optimizer, config: TrainConfig, ranks: Ranks, log: Path) -> None:
         self._inner = inner

@@ -172,8 +172,8 @@ def end_if_stuck(session: Session, result: StepResult) -> None:
     session.recorder.say(f"step {state.step} was not applied: {result.problem} is not finite")
     if state.nonfinite_in_a_row >= limit:
         raise RunFailed(
-            f"{result.problem} is not finite in step {state.step}, the last of {state.nonfinite_in_a_row} such steps in "
-            f"a row (train.max_nonfinite_steps={limit}); weights are as before the first of them: lower "
+            f"{result.problem} is not finite in step {state.step}, the last of {state.nonfinite_in_a_row} such steps "
+            f"in a row (train.max_nonfinite_steps={limit}); weights are as before the first of them: lower "
             "train.optim.learning_rate, or look at the data of these steps"
         )
 

@@ -21,7 +21,7 @@ class OptimConfig:
     epsilon: float = 1e-8
     "Added to the root of the second moment; above 0."
     weight_decay: float = 0.1
-    "Decoupled decay of weight matrices; vectors (norms, biases, decay rates) and embedding tables never decay. 0 is off."
+    "Decay of weight matrices; vectors (norms, biases, decay rates) and embedding tables never decay. 0 is off."
 
     def __post_init__(self) -> None:
         for name, value in (("learning_rate", self.learning_rate), ("epsilon", self.epsilon)):

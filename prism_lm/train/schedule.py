@@ -27,7 +27,7 @@ class ScheduleConfig:
             )
         if not 0.0 <= self.final_fraction <= 1.0:
             raise ValueError(
-                f"train.schedule.final_fraction={self.final_fraction} must lie in 0 to 1; use 0.1 for a tenth of the peak"
+                f"train.schedule.final_fraction={self.final_fraction} must lie in 0 to 1; use 0.1 for a tenth"
             )
 
 

@@ -173,7 +173,8 @@ def read_validation(run: TrainRun) -> list[TrainBatch]:
     rows_at_once = run.train.micro_batch_rows * run.ranks.world_size
     limit = -(-run.train.eval_rows // rows_at_once) if run.train.eval_rows else None
     batches: list[TrainBatch] = []
-    iterator = build_together(lambda loader=build_together(run.build_validation_loader): iter(loader))
+    loader = build_together(run.build_validation_loader)
+    iterator = build_together(lambda: iter(loader))
     while limit is None or len(batches) < limit:
         batch = build_together(lambda: next(iterator, None))
         ended = sum_integers([int(batch is None)])[0]
