@@ -1,0 +1,50 @@
+"""Argument errors of every operator, in one wording: `name.property=value must RULE; remedy`.
+
+All checks read metadata only, so they cost nothing on a GPU and vanish under torch.compile.
+"""
+
+import torch
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_shape(name: str, tensor: torch.Tensor, dims: str, sizes: tuple[int, ...]) -> None:
+    """Raise ValueError unless `tensor` has exactly `sizes`; `dims` spells them, e.g. "(B, T, H, K)"."""
+    if tuple(tensor.shape) != sizes:
+        raise ValueError(f"{name}.shape={tuple(tensor.shape)} must equal {dims}={sizes}; transpose or slice it")
+
+
+def check_num_dims(name: str, tensor: torch.Tensor, dims: str) -> None:
+    """Raise ValueError unless `tensor` has as many dims as `dims` has letters, e.g. "BTHK"."""
+    if tensor.dim() != len(dims):
+        spelled = ", ".join(dims)
+        raise ValueError(f"{name}.shape={tuple(tensor.shape)} must have {len(dims)} dims ({spelled}); reshape it")
+
+
+def check_float(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless `tensor` is fp16, bf16, fp32 or fp64."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name}.dtype={tensor.dtype} must be one of {FLOAT_DTYPES}; cast it")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise ValueError unless `tensor` has `dtype`."""
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}.dtype={tensor.dtype} must equal {dtype}; cast it")
+
+
+def check_at_least(name: str, value: int, minimum: int) -> None:
+    """Raise ValueError unless `value >= minimum`."""
+    if value < minimum:
+        raise ValueError(f"{name}={value} must be at least {minimum}; raise it")
+
+
+def check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} must be one of {choices}; pick one")
+
+
+def compute_dtype_of(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype an operator computes in: fp64 for fp64 inputs, fp32 for every other float."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

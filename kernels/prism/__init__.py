@@ -1,0 +1,6 @@
+"""The PRISM recurrence: a linear state with one forget term and exact rank-L writes.
+
+- `reference.py` `prism_scan_reference`: the loop over tokens, the definition.
+- `chunk_reference.py` `prism_scan_chunked`: the chunk form in plain torch, with its own backward.
+- `step.py` `prism_step`: one decode token.
+"""
