@@ -1,0 +1,101 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from prism_lm.model.config import ModelConfig
+from prism_lm.model.cost import (
+    count_parameters,
+    flops_per_token,
+    optimizer_bytes,
+    scan_flops_per_token,
+    state_bytes,
+    training_bytes,
+)
+from prism_lm.model.lm import LanguageModel
+from prism_lm.model.sizes import named_size, size_names
+from tests.prism_lm.model.builders import FAMILIES, SMALL, SWITCHES, build_rows, build_small
+
+CONFIGS = {**{name: named_size(name) for name in size_names()}, **FAMILIES, **SWITCHES}
+SQUARE = replace(SMALL, key_width=64, value_width=64, chunk_tokens=64)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_counted_parameters_equal_the_built_models(name):
+    with torch.device("meta"):
+        model = LanguageModel(CONFIGS[name])
+    assert count_parameters(CONFIGS[name]) == sum(parameter.numel() for parameter in model.parameters())
+
+
+def _scan_without_products(query, key, residual, gain, step_size, log_decay, **settings):
+    """Passes a gradient to every input and multiplies no matrices."""
+    written = key.sum((2, 4)) + step_size.sum(2) + log_decay + query.sum(-1)
+    out = residual + written[..., None] + (0 if gain is None else gain.sum(2))
+    return out, residual.new_zeros(residual.shape[0], *residual.shape[2:], query.shape[-1])
+
+
+def _count_batched_product(added, first, second, *, out_shape, beta=1, alpha=1):
+    batch, rows, inner = first
+    return 2 * batch * rows * inner * second[-1]
+
+
+def _measure_flops_per_token(config: ModelConfig, tokens: int, scan=None) -> float:
+    model = build_small(config, dtype=torch.float32)
+    if scan is not None:
+        for block in model.blocks:
+            block.mixer.run_scan.scan = scan
+    ids, _, _ = build_rows(1, tokens)
+    in_place = {torch.ops.aten.baddbmm_: _count_batched_product}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:  # does not see into the chunked loss
+        model.logits(ids)[0].sum().backward()
+    return counter.get_total_flops() / tokens
+
+
+@pytest.mark.parametrize("name", ["prism", "gated_delta", *SWITCHES])
+def test_flops_outside_the_scan_equal_torchs_count(name):
+    """Exact but for the convolution, which torch runs as sums and does not count."""
+    config = CONFIGS[name]
+    measured = _measure_flops_per_token(config, 64, _scan_without_products)
+    scans = sum(scan_flops_per_token(config, mixer, 64) for mixer in config.layer_mixers())
+    channels = {"prism": 32 if config.anchor == "shortconv" else 0, "gated_delta": 96}[config.mixer]
+    convolutions = config.num_layers * 6 * config.conv_width * channels
+    assert flops_per_token(config, 64) - scans - convolutions == measured
+
+
+def test_attention_counts_half_of_the_causal_square():
+    """The plain form multiplies the whole square: two products forward, four backward."""
+    config, tokens = FAMILIES["attention"], 64
+    square = 3 * 4 * tokens * config.num_heads * config.key_width * config.num_layers
+    with sdpa_kernel(SDPBackend.MATH):
+        measured = _measure_flops_per_token(config, tokens)
+    assert flops_per_token(config, tokens) - square // 2 == measured - square
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_scan_flops_are_those_of_the_plain_chunk_form(steps):
+    """Torch counts 1.30, 1.17 and 1.09 times as many: the plain form also multiplies each chunk's transition (K x K),
+    which shortens its serial loop; the counted form does not need it."""
+    config = replace(SQUARE, solver_steps=steps)
+    with_scan = _measure_flops_per_token(config, 256)
+    measured = with_scan - _measure_flops_per_token(config, 256, _scan_without_products)
+    counted = sum(scan_flops_per_token(config, mixer, 256) for mixer in config.layer_mixers())
+    assert counted <= measured <= 1.31 * counted
+
+
+def test_state_bytes_equal_the_state_after_a_prompt():
+    for config in [*FAMILIES.values(), *SWITCHES.values()]:
+        model = build_small(config, dtype=torch.float32)
+        _, state = model.logits(build_rows(1, 20)[0])
+        bookkeeping = sum(8 * 20 + 8 for mixer in config.layer_mixers() if mixer == "attention")
+        assert state.num_bytes() - bookkeeping == state_bytes(config, context_tokens=20, element_bytes=4)
+
+
+def test_bf16_training_takes_sixteen_bytes_a_parameter():
+    parameters = count_parameters(SMALL)
+    assert (optimizer_bytes(SMALL), training_bytes(SMALL)) == (12 * parameters, 16 * parameters)
+    assert (optimizer_bytes(SMALL, precision="fp32"), training_bytes(SMALL, precision="fp32")) == (
+        8 * parameters,
+        16 * parameters,
+    )
