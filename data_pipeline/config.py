@@ -36,9 +36,9 @@ class PrepareConfig:
     validation or test (SlimPajama's own split); the two fractions are not used then."""
     compression: str = "zstd:3"
     """Shard compression as mosaicml-streaming names it; empty stores shards uncompressed."""
-    shard_mib: int = 64
+    shard_mib: float = 64.0
     """Largest size of an uncompressed shard, MiB. data.cache_limit_gib must hold four of them."""
-    part_mib: int = 64
+    part_mib: float = 64.0
     """Input files are grouped into parts of about this size, MiB: the unit of parallel work, of resuming after a
     kill, and of packing (each part ends in one padded row per source and split)."""
     workers: int = 0
@@ -54,12 +54,8 @@ class PrepareConfig:
         )
         check(self.row_tokens >= 1, f"row_tokens={self.row_tokens}", "be at least 1", "use 2048")
         for name in ("tokenizer_sample_mib", "shard_mib", "part_mib"):
-            check(
-                getattr(self, name) >= 1,
-                f"{name}={getattr(self, name)}",
-                "be at least 1",
-                f"leave {name} out for its default",
-            )
+            value = getattr(self, name)
+            check(value > 0, f"{name}={value}", "be positive", f"leave {name} out for its default")
         check(self.workers >= 0, f"workers={self.workers}", "be at least 0", "use 0 for one a core")
         for name in ("validation_fraction", "test_fraction"):
             check(0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)}", "lie in [0, 1)", "use 0.005")

@@ -41,7 +41,10 @@ def hold_lock(file: Path) -> Generator[None]:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # closing alone would not do where a fork copied the descriptor
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,13 @@ The folder grows in this order: settings.json, tokenizer.model, parts/ (one fold
 (parts joined), manifest.json; parts/ is removed then. Each step is published by a rename and found done when run again.
 """
 
+import ctypes
 import fcntl
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -71,11 +73,11 @@ def run_prepare(config: PrepareConfig, report: Report) -> Manifest:
 
 @contextmanager
 def lock_folder(output: Path) -> Generator[None]:
-    """Hold the folder against a second `prism prepare`; the lock dies with the process."""
+    """Hold the folder against a second `prism prepare`; the lock dies with this process and is not its workers'."""
     with (output / ".lock").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
             raise ValueError(
                 f"output={output} must not be in use by another `prism prepare`; wait for it or choose another"
             ) from error
@@ -150,7 +152,7 @@ def sample_texts(config: PrepareConfig, files: list[InputFile]) -> Iterator[str]
                 break
 
 
-def group_files(files: list[InputFile], part_bytes: int) -> list[tuple[InputFile, ...]]:
+def group_files(files: list[InputFile], part_bytes: float) -> list[tuple[InputFile, ...]]:
     """Cut the sorted files into consecutive parts that end once they reach `part_bytes`."""
     parts: list[tuple[InputFile, ...]] = []
     current: list[InputFile] = []
@@ -192,7 +194,8 @@ def run_jobs(jobs: list[PartJob], workers: int) -> Iterator[PartJob]:
             run_job(job)
             yield job
         return
-    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=multiprocessing.get_context("fork")) as pool:
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=context, initializer=die_with_parent) as pool:
         futures = {pool.submit(run_job, job): job for job in jobs}
         try:
             for future in as_completed(futures):
@@ -206,11 +209,17 @@ def run_jobs(jobs: list[PartJob], workers: int) -> Iterator[PartJob]:
             pool.shutdown(cancel_futures=True)
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this worker when its parent dies; it would wait for ever, or write beside a new run."""
+    set_parent_death_signal = 1
+    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
 def run_job(job: PartJob) -> None:
     """Write one part; the body of a worker process."""
     config = job.config
     shard_format = ShardFormat(
-        row_tokens=config.row_tokens, compression=config.compression, shard_bytes=config.shard_mib * MIB
+        row_tokens=config.row_tokens, compression=config.compression, shard_bytes=int(config.shard_mib * MIB)
     )
     documents = (document for file in job.files for document in read_documents(file, config))
     try:

@@ -42,7 +42,7 @@ def write_synthetic_dataset(
     row_tokens: int = 64,
     documents: int = 200,
     seed: int = 0,
-    shard_mib: int = 1,
+    shard_mib: float = 1.0,
     held_out_fraction: float = 0.1,
 ) -> Path:
     """Write a complete prepared folder (sources alpha and beta, all three splits, tokenizer.model) and return it.

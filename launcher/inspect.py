@@ -1,4 +1,7 @@
-"""`prism inspect PATH`: rows of prepared data as text, with the boundaries of documents; `--verify` checks every file instead."""
+"""`prism inspect PATH`: rows of prepared data as text, with the boundaries of documents.
+
+`--verify` checks the size and hash of every file instead.
+"""
 
 import argparse
 import tempfile
