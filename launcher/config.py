@@ -3,6 +3,7 @@
 The only file that imports omegaconf. What a user typed wrong becomes one ValueError with key, value, rule and remedy.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -84,11 +85,13 @@ def _explain(error: OmegaConfBaseException) -> str:
     key, reason = error.full_key or "", str(error).splitlines()[0]
     match error:
         case ConfigKeyError():
-            remedy = reason.split("Did you mean: ")[1].strip("'?") if "Did you mean" in reason else ""
-            advice = f"did you mean {remedy}?" if remedy else "--help lists every key"
+            close = re.findall(r"'(\w+)'", reason.partition("Did you mean")[2])
+            advice = f"did you mean {' or '.join(close)}?" if close else "--help lists every key"
             return f"{key} must be a key of this configuration; {advice}"
         case MissingMandatoryValue():
             return f"{key} must be given; add {key}=VALUE or write it in the YAML file"
+        case _ if "Incompatible value 'None'" in reason:
+            return f"{key}= must have a value; --help shows its type"
         case _:
             where = f"{key}: " if key else ""
             return f"{where}{reason}; --help shows every key with its type"

@@ -1,7 +1,7 @@
 """Real English text for the demo: Debian packages fetched without root, or the manuals that Python itself carries.
 
 Each source becomes a folder of `.txt` files, one document a file: Jane Austen's novels by chapter (public domain) and
-An Anarchist FAQ by page (GFDL or CC-BY-SA). Where there is no apt, the documentation that ships inside Python.
+An Anarchist FAQ by section (GFDL or CC-BY-SA). Where there is no apt, the documentation that ships inside Python.
 """
 
 import ast
@@ -41,7 +41,7 @@ def fetch_demo_text(folder: Path) -> dict[str, Path]:
 
 
 def _fetch_from_debian(folder: Path) -> None:
-    readers = {"austen": _read_austen, "faq": _read_html_pages}
+    readers = {"austen": _read_austen, "faq": _read_html_sections}
     for source, package in DEBIAN_PACKAGES.items():
         _write_documents(folder / source, readers[source](_unpack_package(package, folder.with_name("packages"))))
 
@@ -82,6 +82,7 @@ def _read_austen(package: Path) -> Iterator[str]:
     for database in package.rglob("Rdata.rdb"):
         for lines in _read_r_string_vectors(database.read_bytes()):
             novel = re.sub(r"(?<!\n)\n(?!\n)", " ", "\n".join(lines))
+            novel = re.sub(r"\n{3,}", "\n\n", novel)
             yield from (chapter.strip() for chapter in re.split(r"\n\n(?=chapter\b)", novel, flags=re.IGNORECASE))
 
 
@@ -112,9 +113,10 @@ def _read_r_strings(block: bytes) -> Iterator[str]:
 
 
 class _PlainText(html.parser.HTMLParser):
-    """The words of a page's body; block elements become paragraph breaks."""
+    """The words of a page's body; block elements become paragraph breaks, headings form feeds."""
 
-    BLOCKS = frozenset({"p", "h1", "h2", "h3", "h4", "li", "blockquote", "div", "tr", "br"})
+    BLOCKS = frozenset({"p", "li", "blockquote", "div", "tr", "br"})
+    HEADINGS = frozenset({"h1", "h2", "h3", "h4"})
     HIDDEN = frozenset({"head", "script", "style"})
 
     def __init__(self) -> None:
@@ -124,7 +126,9 @@ class _PlainText(html.parser.HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.hidden += tag in self.HIDDEN
-        if tag in self.BLOCKS:
+        if tag in self.HEADINGS:
+            self.pieces.append("\f")
+        elif tag in self.BLOCKS:
             self.pieces.append("\n\n")
 
     def handle_endtag(self, tag: str) -> None:
@@ -135,12 +139,13 @@ class _PlainText(html.parser.HTMLParser):
             self.pieces.append(re.sub(r"\s+", " ", data))
 
 
-def _read_html_pages(package: Path) -> Iterator[str]:
+def _read_html_sections(package: Path) -> Iterator[str]:
     for page in sorted(package.rglob("*.html")):
         parser = _PlainText()
         parser.feed(page.read_text(encoding="utf-8", errors="replace"))
-        paragraphs = (paragraph.strip() for paragraph in "".join(parser.pieces).split("\n\n"))
-        yield "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
+        for section in "".join(parser.pieces).split("\f"):
+            paragraphs = (paragraph.strip() for paragraph in section.split("\n\n"))
+            yield "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
 def _read_python_documentation() -> Iterator[str]:

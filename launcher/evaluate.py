@@ -71,11 +71,9 @@ def _score_split(run: "TrainedRun", run_dir: Path, split: "Split", micro_batch_r
     import torch
 
     from data_pipeline.tokenizer import compute_token_bytes
-    from launcher.run_data import plan_loader
+    from launcher.run_data import open_one_pass
     from prism_lm.eval.perplexity import score_batches
-    from prism_lm.parallel.mesh import Ranks
 
-    train = replace(run.config.train, micro_batch_rows=micro_batch_rows, global_batch_rows=micro_batch_rows)
-    config = replace(run.config, run_dir=str(run_dir), train=train)
-    loader = plan_loader(config, Ranks(), split=split)()
-    return score_batches(run.model, loader, torch.from_numpy(compute_token_bytes(run.tokenizer)), run.device)
+    config = replace(run.config, run_dir=str(run_dir))
+    batches = open_one_pass(config, split=split, micro_batch_rows=micro_batch_rows)
+    return score_batches(run.model, batches, torch.from_numpy(compute_token_bytes(run.tokenizer)), run.device)

@@ -13,14 +13,22 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> int:
-    """Print each sample; the prompt is printed with it."""
+    """Print each sample, its prompt first; a line of three dashes stands between samples."""
     parsed = build_parser().parse_args(arguments)
     _check(parsed)
     from launcher.trained_run import load_trained_run
 
-    run = load_trained_run(Path(parsed.run))
-    for index, text in enumerate(_sample(run, parsed)):
-        print(f"--- sample {index + 1}" if parsed.samples > 1 else "", text, sep="\n" if parsed.samples > 1 else "")
+    prompt = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
+    texts = continue_prompts(
+        load_trained_run(Path(parsed.run)),
+        [prompt] * parsed.samples,
+        max_new_tokens=parsed.max_new_tokens,
+        temperature=parsed.temperature,
+        top_k=parsed.top_k,
+        top_p=parsed.top_p,
+        seed=parsed.seed,
+    )
+    print("\n---\n".join(texts))
     return 0
 
 
@@ -56,19 +64,28 @@ def _check(parsed: argparse.Namespace) -> None:
         )
 
 
-def _sample(run: "TrainedRun", parsed: argparse.Namespace) -> list[str]:
+def continue_prompts(
+    run: "TrainedRun",
+    prompts: list[str],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+) -> list[str]:
+    """Each prompt as the start of a document, with its continuation up to the document's end."""
     from prism_lm.model.generate import generate
 
-    prompt = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
-    ids = [run.tokenizer.bos_id, *run.tokenizer.encode(prompt)]
     continuations = generate(
         run.model,
-        [ids] * parsed.samples,
-        max_new_tokens=parsed.max_new_tokens,
-        temperature=parsed.temperature,
-        top_k=parsed.top_k,
-        top_p=parsed.top_p,
-        seed=parsed.seed,
+        [[run.tokenizer.bos_id, *run.tokenizer.encode(prompt)] for prompt in prompts],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
         stop_token=run.tokenizer.eos_id,
     )
-    return [prompt + run.tokenizer.decode(tokens) for tokens in continuations]
+    decoded = (run.tokenizer.decode(tokens) for tokens in continuations)
+    return [prompt + text for prompt, text in zip(prompts, decoded, strict=True)]

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -60,6 +61,22 @@ def plan_loader(config: RunConfig, ranks: Ranks, *, split: Split) -> Callable[[]
         )
 
     return open_loader
+
+
+def open_one_pass(config: RunConfig, *, split: Split, micro_batch_rows: int) -> "Loader":
+    """Every row of a split once, in order, in one process."""
+    from data_pipeline.loader import build_loader
+
+    return build_loader(
+        replace(config.data, shuffle=False, weights={}),
+        split=split,
+        rank=0,
+        world_size=1,
+        micro_batch_rows=micro_batch_rows,
+        seed=config.seed,
+        cache_dir=cache_folder(config),
+        endless=False,
+    )
 
 
 def cache_folder(config: RunConfig) -> Path:
