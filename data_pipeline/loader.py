@@ -22,9 +22,11 @@ from data_pipeline.dataset import OrderCache, ShardCache
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import Manifest, Split, check_row_tokens
 from data_pipeline.order import BatchGrid, build_row_order
+from data_pipeline.packing import TokenRow
 from data_pipeline.preflight import PreparedData, open_prepared_data
 
 FAILURE_NOTE = "failure.json"
+TokenRows = list[TokenRow]
 
 
 class RankBatches(IterableDataset[Any]):
@@ -46,7 +48,7 @@ class RankBatches(IterableDataset[Any]):
         self.first = 0
         self.batches_ahead = 1
 
-    def __iter__(self) -> Iterator[Batch | str]:
+    def __iter__(self) -> Iterator[TokenRows | str]:
         try:
             yield from self.read_batches()
         except DataError as error:
@@ -54,8 +56,8 @@ class RankBatches(IterableDataset[Any]):
         except OSError as error:
             yield f"{error.filename or self.data.cache} failed ({error.strerror or error})"
 
-    def read_batches(self) -> Iterator[Batch]:
-        """Yield batches, fetching the shards of those to come."""
+    def read_batches(self) -> Iterator[TokenRows]:
+        """Yield the rows of each batch, fetching the shards of those to come."""
         limit_bytes = int(self.config.cache_limit_gib * 2**30)
         cache = ShardCache(self.data, self.split, cache_limit_bytes=limit_bytes, timeout_s=self.config.timeout_s)
         ahead: list[list[int]] = []
@@ -64,18 +66,9 @@ class RankBatches(IterableDataset[Any]):
                 cache.fetch_ahead(rows)
                 ahead.append(rows)
                 if len(ahead) > self.batches_ahead:
-                    yield self.read_batch(cache, ahead.pop(0))
+                    yield [cache.read_row(row) for row in ahead.pop(0)]
             for rows in ahead:
-                yield self.read_batch(cache, rows)
-
-    def read_batch(self, cache: ShardCache, rows: list[int]) -> Batch:
-        """Read the rows of one batch."""
-        return build_batch(
-            [cache.read_row(row) for row in rows],
-            batch_rows=self.grid.micro_batch_rows,
-            row_tokens=self.data.manifest.row_tokens,
-            bos_id=self.data.manifest.bos_id,
-        )
+                yield [cache.read_row(row) for row in rows]
 
     def each_batch_rows(self) -> Iterator[list[int]]:
         """Yield the row numbers of each batch, epoch after epoch; one epoch where the grid isn't endless."""
@@ -195,7 +188,7 @@ class Loader:
             num_workers=workers,
             prefetch_factor=self.plan.prefetch_batches if workers else None,
             timeout=self.batches.config.timeout_s + 5.0 if workers else 0.0,
-            pin_memory=torch.cuda.is_available(),
+            collate_fn=keep_rows,
             multiprocessing_context="fork"
             if workers
             else None,  # a fresh interpreter would spend seconds on importing streaming
@@ -204,26 +197,39 @@ class Loader:
             ),  # else each start would draw from the run's own generator
         )
 
-    def fetch(self, incoming: Iterator[Batch | str]) -> Batch:
+    def fetch(self, incoming: Iterator[TokenRows | str]) -> Batch:
         """Return the next batch; raise DataError for an error of this rank or, noted, of another."""
         noted = self.failure()
         if noted is not None:
             raise DataError(noted)
         try:
-            batch = next(incoming)
+            received = next(incoming)
         except StopIteration:
             location = self.batches.data.location
-            batch = f"the loader ended after {self.handed_out} of {self.batches_per_pass} batches of {location}"
-        except RuntimeError as error:
+            received = f"the loader ended after {self.handed_out} of {self.batches_per_pass} batches of {location}"
+        except (RuntimeError, OSError, EOFError) as error:
             if not self.plan.workers:
                 raise
-            reason = str(error).splitlines()[0]
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             location = self.batches.data.location
-            batch = f"a loader process of {location} died or did not answer ({reason}); use data.workers=0 to see why"
-        if isinstance(batch, str):
-            self.note.write(batch)
-            raise DataError(batch)
-        return batch
+            received = (
+                f"a loader process of {location} died or did not answer ({reason}); use data.workers=0 to see why"
+            )
+        if isinstance(received, str):
+            self.note.write(received)
+            stop_workers(incoming)
+            raise DataError(received)
+        return self.make_batch(received)
+
+    def make_batch(self, rows: TokenRows) -> Batch:
+        """Turn stored rows into a batch, here and not in a loader process: small integers travel better than large
+        ones."""
+        return build_batch(
+            rows,
+            batch_rows=self.batches.grid.micro_batch_rows,
+            row_tokens=self.manifest.row_tokens,
+            bos_id=self.manifest.bos_id,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is, after the batches handed out so far: equal on all ranks, a few hundred bytes
@@ -273,6 +279,19 @@ class Loader:
             "data.num_canonical_nodes": order.num_canonical_nodes,
             "data.weights": order.weights,
         }
+
+
+def keep_rows(rows: TokenRows | str) -> TokenRows | str:
+    """Leave what a loader process sends as it is; torch would make tensors of it, which travel through shared
+    memory."""
+    return rows
+
+
+def stop_workers(incoming: Any) -> None:
+    """End a torch loader's processes at once; while they are registered, any child's death raises in the main
+    thread."""
+    if hasattr(incoming, "_shutdown_workers"):
+        incoming._shutdown_workers()
 
 
 def build_loader(

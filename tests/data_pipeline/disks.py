@@ -73,3 +73,33 @@ def unmount(folder: Path) -> None:
 def is_mounted(folder: Path) -> bool:
     """Whether a file system is mounted at the folder."""
     return os.path.ismount(folder)
+
+
+def fill(folder: Path, *, pid: int) -> None:
+    """Leave no room on a mounted folder's disk; without a mount, refuse any byte to process `pid` and those it
+    started."""
+    if is_mounted(folder):
+        with (folder / "filler").open("wb", buffering=0) as filler:
+            try:
+                while filler.write(b"\0" * 4096):
+                    continue
+            except OSError:
+                return
+    forbid_writes(pid)
+
+
+def make_read_only(folder: Path, *, pid: int) -> None:
+    """Make a mounted folder's disk read-only; otherwise as `fill`."""
+    if is_mounted(folder):
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+    else:
+        forbid_writes(pid)
+
+
+def forbid_writes(pid: int) -> None:
+    """Limit the file size of a process and its descendants, already running, to nothing."""
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            forbid_writes(int(child))
