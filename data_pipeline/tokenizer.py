@@ -63,14 +63,15 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> bytes:
     """Train a BPE model on `texts` and return its bytes.
 
-    Raises ValueError when the texts are too few for `vocab_size` pieces.
+    Raises ValueError when the texts are too few for `vocab_size` pieces, and any DataError that reading them raises.
     """
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
+    failures: list[DataError] = []
     try:
         SentencePieceTrainer.train(  # pyright: ignore[reportAttributeAccessIssue]
-            sentence_iterator=iterate_sentences(texts),
+            sentence_iterator=note_failure(iterate_sentences(texts), failures),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
@@ -88,8 +89,19 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
+        if failures:
+            raise failures[0] from error
         raise ValueError(describe_training_error(str(error), vocab_size)) from error
     return model.getvalue()
+
+
+def note_failure(sentences: Iterator[str], failures: list[DataError]) -> Iterator[str]:
+    """Pass sentences on; keep a DataError, of which the trainer would leave only a text."""
+    try:
+        yield from sentences
+    except DataError as error:
+        failures.append(error)
+        raise
 
 
 def describe_training_error(message: str, vocab_size: int) -> str:

@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> int:
     """Print rows, or the result of the check; 0 when all is sound."""
     parsed = build_parser().parse_args(arguments)
     if parsed.verify:
-        return verify(Path(parsed.path))
+        return verify(parsed.path)
     show_rows(parsed.path, split=parsed.split, first=parsed.first, count=parsed.rows)
     return 0
 
@@ -39,12 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def verify(folder: Path) -> int:
+def verify(path: str) -> int:
     """Check a prepared folder. Raises DataError naming every bad file."""
     from data_pipeline.preflight import is_url, verify_folder
 
-    if is_url(str(folder)):
-        raise ValueError(f"PATH={folder} must be a folder for --verify; shards of a URL are checked as they are read")
+    if is_url(path):
+        raise ValueError(f"PATH={path} must be a folder for --verify; shards of a URL are checked as they are read")
+    folder = Path(path)
     manifest = read_manifest(folder / MANIFEST_NAME)
     count = verify_folder(folder)
     print(f"{folder}: {count} files match their sizes and hashes; fingerprint {manifest.fingerprint[:16]}")
