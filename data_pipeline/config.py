@@ -6,6 +6,8 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
+    """What `prism prepare` reads and writes."""
+
     output: str
     """Folder to write: tokenizer.model, <split>/<source>/ MDS shards, manifest.json (last)."""
     inputs: dict[str, str] = field(default_factory=dict[str, str])
@@ -65,6 +67,8 @@ class PrepareConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
+    """What a run reads, and how (`data.*`)."""
+
     path: str = ""
     """Folder written by `prism prepare`, or its copy in an object store (s3://, gs://, oci://, hf://, azure://).
     Must be set."""

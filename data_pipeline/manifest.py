@@ -17,6 +17,8 @@ TOKENIZER_NAME = "tokenizer.model"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
+    """A file of the prepared folder."""
+
     name: str
     """Path below the prepared folder, with forward slashes."""
     bytes: int
@@ -29,6 +31,8 @@ class StoredFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSplit:
+    """What one source holds in one split."""
+
     documents: int
     """Documents packed; empty ones are left out."""
     tokens: int
@@ -45,6 +49,8 @@ class SourceSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
+    """What a prepared folder holds."""
+
     tokenizer_sha256: str
     """Hash of tokenizer.model, by which the rows were written."""
     vocab_size: int

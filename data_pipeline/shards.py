@@ -26,6 +26,8 @@ PART_RECORD = "part.json"
 
 @dataclass(frozen=True, kw_only=True)
 class ShardFormat:
+    """How rows and shards are cut: tokens a row, compression, most bytes of an unpacked shard."""
+
     row_tokens: int
     compression: str
     shard_bytes: int
@@ -33,6 +35,8 @@ class ShardFormat:
 
 @dataclass(kw_only=True)
 class Count:
+    """What a source holds in a split of a part."""
+
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0

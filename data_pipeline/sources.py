@@ -21,6 +21,8 @@ RECORD_PATTERNS = ("*.jsonl", "*.jsonl.zst")
 
 @dataclass(frozen=True, kw_only=True)
 class InputFile:
+    """A file to read documents from."""
+
     path: str
     """File on disk."""
     name: str
@@ -33,6 +35,8 @@ class InputFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
+    """A text with its source and its split."""
+
     text: str
     source: str
     split: Split

@@ -28,6 +28,7 @@ def main(arguments: list[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this verb."""
     parser = argparse.ArgumentParser(
         prog="prism inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLE
     )

@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of this verb."""
     parser = argparse.ArgumentParser(
         prog="prism prepare",
         description=__doc__,
