@@ -1,18 +1,22 @@
 """Shared by tests of all rooms: several CPU processes, errors against a bound, tiny models and loaders."""
 
+import io
+import json
 import multiprocessing
 import os
+import signal
 import socket
+import time
 import traceback
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from prism_lm.model.config import ModelConfig
 from prism_lm.parallel.apply import ParallelConfig
 from prism_lm.parallel.mesh import Ranks
 from prism_lm.train.config import TrainConfig
@@ -25,32 +29,63 @@ ROW_TOKENS = 24
 def run_on(num_processes: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0) -> list[Any]:
     """Calls a module-level function in that many processes, with the variables torchrun would set, and returns what
     each returned, by rank. No process group is started. A failing process fails the caller with its traceback."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
-    port = find_free_port()
-    pipes, processes = [], []
-    for rank in range(num_processes):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_run_as_rank, args=(theirs, rank, num_processes, port, function, arguments), daemon=True
-        )
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    try:
-        return [_receive(pipe, rank, timeout_s) for rank, pipe in enumerate(pipes)]
-    finally:
-        for process in processes:
-            process.join(timeout=5)
-            process.kill()
+    return Group(num_processes, function, *arguments).wait(timeout_s)
 
 
-def _receive(pipe: Connection, rank: int, timeout_s: float) -> Any:
-    if not pipe.poll(timeout_s):
-        raise AssertionError(f"rank {rank} gave no result within {timeout_s:.0f} s")
+class Group:
+    """Processes that call one module-level function as the ranks of a run."""
+
+    def __init__(self, num_processes: int, function: Callable[..., Any], *arguments: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
+        port = find_free_port()
+        self._pipes: list[connection.Connection] = []
+        self._processes = []
+        for rank in range(num_processes):
+            ours, theirs = context.Pipe(duplex=False)
+            given = (theirs, rank, num_processes, port, function, arguments)
+            process = context.Process(target=_run_as_rank, args=given)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def wait(self, timeout_s: float = 240.0) -> list[Any]:
+        """What each rank returned; fails with the traceback of the first to raise."""
+        results: dict[int, Any] = {}
+        end_s = time.monotonic() + timeout_s
+        try:
+            while len(results) < len(self._pipes):
+                waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results}
+                ready = connection.wait(list(waiting), timeout=end_s - time.monotonic())
+                assert ready, f"ranks {sorted(waiting.values())} gave no result within {timeout_s:.0f} s"
+                results |= {waiting[pipe]: _receive(pipe, waiting[pipe]) for pipe in ready}
+            return [results[rank] for rank in range(len(self._pipes))]
+        finally:
+            for process in self._processes:
+                process.join(timeout=5)
+            self.kill()
+
+    def send_signal(self, number: int, *, rank: int | None = None) -> None:
+        """To one rank, or to all of them."""
+        for process in self._processes if rank is None else [self._processes[rank]]:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+
+    def is_alive(self) -> bool:
+        """True while any rank runs."""
+        return any(process.is_alive() for process in self._processes)
+
+    def kill(self) -> None:
+        """SIGKILL to all, and their end awaited."""
+        self.send_signal(signal.SIGKILL)
+        for process in self._processes:
+            process.join(timeout=10)
+
+
+def _receive(pipe: connection.Connection, rank: int) -> Any:
     try:
-        succeeded, value = pipe.recv()
+        succeeded, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
     except EOFError:
         raise AssertionError(f"rank {rank} died without a result") from None
     assert succeeded, f"rank {rank} failed:\n{value}"
@@ -58,14 +93,23 @@ def _receive(pipe: Connection, rank: int, timeout_s: float) -> Any:
 
 
 def _run_as_rank(
-    pipe: Connection, rank: int, num_processes: int, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]
+    pipe: connection.Connection,
+    rank: int,
+    num_processes: int,
+    port: int,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     os.environ |= build_rank_environment(rank, num_processes, port)
     torch.set_num_threads(1)
     try:
-        pipe.send((True, function(*arguments)))
+        outcome = (True, function(*arguments))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        outcome = (False, traceback.format_exc())
+    # Tensors by value: torch would hand over shared memory, which ends with this process.
+    with io.BytesIO() as buffer:
+        torch.save(outcome, buffer)
+        pipe.send_bytes(buffer.getvalue())
 
 
 def build_rank_environment(rank: int, num_processes: int, port: int) -> dict[str, str]:
@@ -131,10 +175,17 @@ class TinyModel(nn.Module):
         return nn.functional.cross_entropy(logits, labels_BT.flatten(), ignore_index=-100, reduction="sum")
 
 
+def build_language_config(**settings: Any) -> ModelConfig:
+    """A language model small enough to train some steps in a test, with every part of the real one."""
+    sizes = {"model_width": 48, "num_layers": 2, "num_heads": 2, "key_width": 16, "value_width": 32, "mlp_width": 96}
+    defaults = {"vocab_size": VOCAB, "solver_rank": 8, "chunk_tokens": 16, "tie_embeddings": True}
+    return ModelConfig(**{**sizes, **defaults, **settings})
+
+
 def build_batch(rows: int, *, seed: int, row_tokens: int = ROW_TOKENS, vocab: int = VOCAB) -> dict[str, Tensor]:
-    """Random rows whose numbers of labels with loss differ from row to row."""
+    """Random rows whose numbers of labels with loss differ from row to row; the last four tokens never occur."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, vocab, (rows, row_tokens + 1), generator=generator)
+    tokens = torch.randint(0, vocab - 4, (rows, row_tokens + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < torch.rand(rows, 1, generator=generator)] = -100
     starts = torch.rand(labels.shape, generator=generator) < 0.1
@@ -210,18 +261,14 @@ def build_run(
     )
 
 
-@contextmanager
-def environment_of(variables: dict[str, str]) -> Generator[None, None, None]:
-    """os.environ with these variables for the time of the block."""
-    former = dict(os.environ)
-    os.environ |= variables
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ |= former
+def read_records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def read_losses(records: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """Training loss by step, from lines of metrics.jsonl."""
+def read_losses(run_dir: Path) -> dict[int, float]:
+    """Training loss by step; fails where a step was recorded twice."""
+    records = read_records(run_dir)
+    steps = [record["step"] for record in records]
+    assert len(set(steps)) == len(steps), f"steps recorded twice: {steps}"
     return {record["step"]: record["train/loss_nats"] for record in records if "train/loss_nats" in record}

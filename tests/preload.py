@@ -12,6 +12,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import safetensors.torch  # noqa: F401
+import streaming  # noqa: F401
 import torch.utils.tensorboard.writer  # noqa: F401
 
 import prism_lm.model.lm

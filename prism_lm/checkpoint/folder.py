@@ -31,14 +31,17 @@ class FileEntry(TypedDict):
 
 
 def step_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step stands once it is published."""
     return run_dir / "checkpoints" / f"step_{step}"
 
 
 def partial_folder(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of a step is being written."""
     return run_dir / "checkpoints" / f"{_PARTIAL_PREFIX}step_{step}"
 
 
 def rank_file(folder: Path, rank: int) -> Path:
+    """One rank's generators and place in the data."""
     return folder / "ranks" / f"rank_{rank}.pt"
 
 
@@ -95,6 +98,7 @@ def publish(partial: Path, folder: Path, entries: dict[str, FileEntry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
+    """Size and hash of every file, by its name relative to the folder."""
     return cast(dict[str, FileEntry], read_json(folder / MANIFEST_NAME)["files"])
 
 

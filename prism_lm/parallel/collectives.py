@@ -17,6 +17,7 @@ class RunFailed(RuntimeError):
 
 
 def count_processes() -> int:
+    """Processes in the default group; 1 where none is up."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

@@ -59,7 +59,6 @@ def process_group(ranks: Ranks) -> Generator[None, None, None]:
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import HashStore
 
     os.environ.setdefault("RANK", str(ranks.rank))
     os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
@@ -68,10 +67,16 @@ def process_group(ranks: Ranks) -> Generator[None, None, None]:
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank)
     if ranks.world_size == 1:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
+            rank=0,
+            world_size=1,
+        )
     else:
         dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

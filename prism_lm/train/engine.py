@@ -137,6 +137,13 @@ class Engine:
             self._inner.destroy()
 
 
+def end_process_group() -> None:
+    """Ends the default process group and what DeepSpeed remembers of it, so that this process can begin another."""
+    import deepspeed
+
+    deepspeed.comm.destroy_process_group()
+
+
 def build_engine(model: nn.Module, config: TrainConfig, parallel: ParallelConfig, ranks: Ranks, log: Path) -> Engine:
     """Hands a whole model, equal on every rank, to DeepSpeed. Its messages go to the file `log`.
 

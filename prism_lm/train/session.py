@@ -12,7 +12,7 @@ from prism_lm.checkpoint.load import check_fits, newest_checkpoint, read_trainer
 from prism_lm.checkpoint.manager import CheckpointManager
 from prism_lm.parallel.collectives import RunFailed, raise_together, sum_integers, wait_for_all
 from prism_lm.train.config import check_parallel, compute_accumulation_steps
-from prism_lm.train.engine import Engine, build_engine, check_build_tools
+from prism_lm.train.engine import Engine, build_engine, check_build_tools, end_process_group
 from prism_lm.train.metrics import Meter, find_peak_flops
 from prism_lm.train.state import (
     Loader,
@@ -95,6 +95,7 @@ def open_session(run: TrainRun, start: Start, stop: StopSignal, stack: ExitStack
     if start.folder is not None:
         manager.verify(start.folder)
     engine = _build_engine(run)
+    stack.callback(end_process_group)
     stack.callback(engine.close)
     loader = build_together(run.build_train_loader)
     if start.folder is not None:

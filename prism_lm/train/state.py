@@ -105,6 +105,7 @@ class TrainState:
 
 
 def seed_generators(seed: int) -> None:
+    """Seeds the generators of Python, numpy and torch (on every device)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -97,5 +97,6 @@ def compute_validation_loss(engine: Engine, batches: Iterable[TrainBatch]) -> fl
 
 
 def move_to_device(batch: TrainBatch, device: torch.device) -> dict[str, torch.Tensor]:
+    """The micro-batch on the device; from pinned memory the copy runs beside other work."""
     tensors = cast(dict[str, torch.Tensor], batch)
     return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}

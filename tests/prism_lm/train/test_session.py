@@ -1,0 +1,177 @@
+"""Opening a run: killed runs go on to the bit, on the real model and real shards; what does not fit is refused."""
+
+import random
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_pipeline.config import DataConfig
+from data_pipeline.loader import build_loader
+from data_pipeline.synthetic import write_synthetic_dataset
+from prism_lm.checkpoint.folder import WEIGHTS_NAME, step_folder
+from prism_lm.checkpoint.load import load_weights, newest_checkpoint
+from prism_lm.checkpoint.manager import CheckpointConfig
+from prism_lm.model.lm import LanguageModel
+from prism_lm.train.config import TrainConfig
+from prism_lm.train.loop import run_training
+from prism_lm.train.schedule import ScheduleConfig
+from prism_lm.train.session import choose_start
+from prism_lm.train.state import RunFailed, TrainRun
+from tests.harness import Group, build_language_config, build_run, read_losses, run_on
+
+VOCAB_SIZE, ROW_TOKENS, STEPS = 320, 64, 16
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text") / "data"
+    write_synthetic_dataset(folder, vocab_size=VOCAB_SIZE, row_tokens=ROW_TOKENS, documents=200, seed=0)
+    return folder
+
+
+def build_text_run(run_dir: Path, data_dir: Path, **settings: Any) -> TrainRun:
+    """The real model on real shards through the real loader."""
+    train = TrainConfig(
+        steps=STEPS,
+        global_batch_rows=4,
+        micro_batch_rows=2,
+        log_every_steps=1,
+        eval_every_steps=5,
+        eval_rows=8,
+        schedule=ScheduleConfig(warmup_steps=4),
+        checkpoint=CheckpointConfig(save_every_steps=3, keep_last=2),
+        **settings,
+    )
+    model_config = build_language_config(vocab_size=VOCAB_SIZE)
+    run = build_run(run_dir, train, build_model=lambda: LanguageModel(model_config))
+    data_config = DataConfig(path=str(data_dir), row_tokens=ROW_TOKENS, workers=0)
+
+    def open_loader(split: Any) -> Any:
+        return build_loader(
+            data_config,
+            split=split,
+            rank=run.ranks.rank,
+            world_size=run.ranks.world_size,
+            micro_batch_rows=train.micro_batch_rows,
+            global_batch_rows=train.global_batch_rows,
+            seed=run.seed,
+            cache_dir=run_dir / "cache",
+            endless=split == "train",
+        )
+
+    return replace(
+        run,
+        build_train_loader=lambda: open_loader("train"),
+        build_validation_loader=lambda: open_loader("validation"),
+    )
+
+
+def train_on_text(run_dir: str, data_dir: str, settings: dict[str, Any]) -> str:
+    return run_training(build_text_run(Path(run_dir), Path(data_dir), **settings))
+
+
+def count_lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def kill_after(group: Group, metrics: Path, lines: int, delay_s: float) -> bool:
+    """SIGKILL to all ranks, delay_s after that many lines stand in the file; False if the run ended before."""
+    end_s = time.monotonic() + 120
+    while count_lines(metrics) < lines and time.monotonic() < end_s:
+        time.sleep(0.01)
+    time.sleep(delay_s)
+    was_running = group.is_alive()
+    group.send_signal(signal.SIGKILL)
+    group.kill()
+    return was_running
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "settings"),
+    [
+        (1, {"zero_stage": 0}),
+        (1, {"zero_stage": 2, "precision": "bf16"}),
+        (2, {"zero_stage": 1}),
+        (2, {"zero_stage": 3, "precision": "bf16"}),
+    ],
+    ids=["1-stage0", "1-stage2-bf16", "2-stage1", "2-stage3-bf16"],
+)
+def test_killed_run_goes_on_with_the_losses_of_the_uninterrupted_one(
+    num_processes: int, settings: dict[str, Any], data_dir: Path, tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert set(run_on(num_processes, train_on_text, str(whole), str(data_dir), settings)) == {"finished"}
+    seed = random.SystemRandom().randrange(10**6)
+    generator = random.Random(seed)
+    kills = 0
+    for lines in sorted(generator.sample(range(1, STEPS - 2), 2)):
+        group = Group(num_processes, train_on_text, str(killed), str(data_dir), settings)
+        kills += kill_after(group, killed / "metrics.jsonl", lines, generator.uniform(0.0, 0.1))
+    assert set(run_on(num_processes, train_on_text, str(killed), str(data_dir), settings)) == {"finished"}
+    assert kills >= 1, f"seed {seed}: the run was never killed"
+    assert read_losses(killed) == read_losses(whole), f"seed {seed}"
+    weights = [(step_folder(run_dir, STEPS) / WEIGHTS_NAME).read_bytes() for run_dir in (whole, killed)]
+    assert weights[0] == weights[1], f"seed {seed}"
+
+
+@pytest.fixture(scope="module")
+def finished_run(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes, stage 3, that ended."""
+    run_dir = tmp_path_factory.mktemp("run")
+    run_on(2, train_on_text, str(run_dir), str(data_dir), {"zero_stage": 3})
+    return run_dir
+
+
+def test_weights_of_a_split_run_load_into_an_ordinary_model(finished_run: Path, data_dir: Path) -> None:
+    folder = newest_checkpoint(finished_run)
+    assert folder is not None and folder.name == f"step_{STEPS}"
+    model = LanguageModel(build_language_config(vocab_size=VOCAB_SIZE))
+    load_weights(model, folder)
+    assert model.head.weight is model.embedding.weight
+    config = DataConfig(path=str(data_dir), row_tokens=ROW_TOKENS, workers=0)
+    given = {"rank": 0, "world_size": 1, "micro_batch_rows": 8, "seed": 7, "endless": False}
+    loader = build_loader(config, split="validation", cache_dir=finished_run / "cache", **given)
+    batch = next(iter(loader))
+    loss = model(**batch).item() / int((batch["labels_BT"] != -100).sum())
+    result = (finished_run / "result.json").read_text()
+    assert f'"validation/loss_nats": {loss:.4f}'[:-1] in result
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"zero_stage": 3}, r"world_size=1 must equal world_size=2 of the checkpoint .* start 2 processes"),
+        ({"zero_stage": 2}, r"world_size=1 must equal world_size=2|train\.zero_stage=2 must equal train\.zero_stage=3"),
+    ],
+)
+def test_run_that_differs_from_its_checkpoint_is_refused_before_it_starts(
+    settings: dict[str, Any], text: str, finished_run: Path, data_dir: Path
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        choose_start(build_text_run(finished_run, data_dir, **settings))
+
+
+def test_validation_without_a_loader_is_refused(data_dir: Path, tmp_path: Path) -> None:
+    run = replace(build_text_run(tmp_path, data_dir), build_validation_loader=None)
+    with pytest.raises(ValueError, match=r"train\.eval_every_steps=5 must be 0 without validation data"):
+        choose_start(run)
+
+
+def resume_damaged(run_dir: str, data_dir: str) -> str:
+    with pytest.raises(RunFailed) as caught:
+        run_training(build_text_run(Path(run_dir), Path(data_dir), zero_stage=3))
+    return str(caught.value)
+
+
+def test_damaged_checkpoint_is_named_on_every_rank(finished_run: Path, data_dir: Path) -> None:
+    (finished_run / "result.json").unlink()
+    weights = step_folder(finished_run, STEPS) / WEIGHTS_NAME
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    first, second = run_on(2, resume_damaged, str(finished_run), str(data_dir))
+    assert first == second and f"step_{STEPS}/model.safetensors must match its hash" in first
+    weights.write_bytes(whole)
