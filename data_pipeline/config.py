@@ -22,7 +22,7 @@ class PrepareConfig:
     """What a document is in plain text: a whole file, a block between blank lines, or a line."""
     tokenizer: str = ""
     """SentencePiece model to use; empty trains one of vocab_size pieces on a sample of the training split."""
-    vocab_size: int = 32768
+    vocab_size: int = 32000
     """Pieces of the trained tokenizer (unused when `tokenizer` is given). At least 300; up to 65536 is stored in 2
     bytes a token."""
     tokenizer_sample_mib: int = 128
@@ -52,7 +52,7 @@ class PrepareConfig:
             self.vocab_size >= 300,
             f"vocab_size={self.vocab_size}",
             "be at least 300 (256 bytes and the control pieces)",
-            "use 32768",
+            "use 32000",
         )
         check(self.row_tokens >= 1, f"row_tokens={self.row_tokens}", "be at least 1", "use 2048")
         for name in ("tokenizer_sample_mib", "shard_mib", "part_mib"):

@@ -77,7 +77,11 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
     for override in overrides:
         if "=" not in override or override.startswith("-"):
             raise ValueError(f"{override} must have the form key=value; for example train.steps=100")
-    return OmegaConf.from_dotlist(list(overrides))
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except yaml.YAMLError as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"{' '.join(overrides)} must hold values in YAML; quote special characters ({words})") from error
 
 
 def _explain(error: OmegaConfBaseException) -> str:

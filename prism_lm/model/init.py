@@ -50,7 +50,7 @@ def draw_matrix(shape: torch.Size, generator: Generator, *, scale: float) -> Ten
     """Normal with deviation scale / sqrt(inputs): unit variance in gives variance scale^2 out at any width.
 
     The embedding counts as a matrix too: rows of length about 1, so that a tied head starts with logits of deviation 1
-    and the first norm rescales what the layers read.
+    (lm.py says what the lookup is multiplied by).
     """
     return torch.empty(shape).normal_(generator=generator) * (scale / math.sqrt(shape[1]))
 

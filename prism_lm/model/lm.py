@@ -1,5 +1,9 @@
 """The language model: embedding, blocks, norm, head. It knows no ranks.
 
+Embedding rows have length about 1, as a tied head needs, and enter the residual stream times D^(1/4). Without a factor the
+first norm multiplies their gradient by sqrt(D), and early steps overshoot; at sqrt(D), unit variance, a tied head starts
+by answering every token with itself, at a logit of sqrt(D).
+
 Dims: B batch, T tokens, D model width, V vocabulary.
 """
 
@@ -58,6 +62,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.model_width)
+        self.embedding_scale = config.model_width**0.25
         self.blocks = nn.ModuleList(Block(config, mixer, scan=scan) for mixer in config.layer_mixers())
         self.final_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
         self.head = LanguageHead(config)
@@ -105,7 +110,7 @@ class LanguageModel(nn.Module):
     def _run_blocks(
         self, input_ids_BT: Tensor, document_start_BT: Tensor | None, state: DecodeState | None
     ) -> tuple[Tensor, DecodeState]:
-        hidden_BTD = self.embedding(input_ids_BT)
+        hidden_BTD = self.embedding(input_ids_BT) * self.embedding_scale
         states = [None] * len(self.blocks) if state is None else state.layers
         new_states = []
         for block, layer_state in zip(self.blocks, states, strict=True):

@@ -51,14 +51,15 @@ def _build_large(width: int, layers: int, mlp_width: int, *, tie_embeddings: boo
 
 _BASES = {
     "tiny": ModelConfig(
-        vocab_size=4096,
+        vocab_size=1024,
         model_width=192,
-        num_layers=4,
+        num_layers=3,
         num_heads=3,
         key_width=64,
         value_width=64,
         mlp_width=512,
         solver_rank=32,
+        chunk_tokens=32,
     ),
     "130m": _build_large(768, 12, 2304, tie_embeddings=True),
     "350m": _build_large(1024, 24, 2304, tie_embeddings=True),

@@ -27,7 +27,7 @@ CONFIGS = Path(__file__).parent.parent.parent / "configs"
             ["train.schedule.warmup_steps=500", "train.steps=400"],
         ),
         (["model.key_width=20"], ["model.key_width=20", "multiple of 16"]),
-        (["model.layer_pattern=[prism,prism,attention]"], ["model.layer_pattern", "model.num_layers=4"]),
+        (["model.layer_pattern=[prism,attention]"], ["model.layer_pattern", "model.num_layers=3"]),
     ],
 )
 def test_error_names_key_value_rule_and_remedy_on_one_line(overrides: list[str], words: list[str]) -> None:
