@@ -47,15 +47,6 @@ def gather_objects(value: T) -> list[T]:
     return cast(list[T], gathered)
 
 
-def take_from_main(value: T) -> T:
-    """The value that rank 0 passed, on every rank."""
-    if count_processes() == 1:
-        return value
-    box: list[T] = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
 def wait_for_all() -> None:
     """Returns once every process has called it."""
     sum_integers([0])
@@ -74,6 +65,9 @@ def raise_together(error: Exception | None) -> None:
 def describe_error(error: BaseException) -> str:
     """The error's own words; its type too where the words alone would not say what happened."""
     text = str(error).strip()
+    if isinstance(error, dist.DistBackendError) or "gloo/transport" in text:
+        lines = text.splitlines() or [type(error).__name__]
+        return f"another process of the run ended or could not be reached; its own output says why ({lines[0]})"
     if isinstance(error, (OSError, ValueError, RuntimeError)) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -12,7 +12,6 @@ from prism_lm.parallel.collectives import (
     raise_together,
     sum_integers,
     sum_tensor,
-    take_from_main,
 )
 from prism_lm.parallel.mesh import Ranks, process_group
 from tests.harness import run_on
@@ -21,7 +20,6 @@ from tests.harness import run_on
 def test_collectives_are_the_identity_without_a_process_group() -> None:
     assert sum_integers([3, 4]) == [3, 4]
     assert gather_objects("a") == ["a"]
-    assert take_from_main("a") == "a"
     tensor = torch.tensor(2.0)
     assert sum_tensor(tensor) == tensor and sum_tensor(tensor) is not tensor
     raise_together(None)
@@ -33,7 +31,7 @@ def use_collectives() -> list[Any]:
     with process_group(Ranks.from_environment()):
         rank = Ranks.from_environment().rank
         tensor = torch.tensor([1.0 + rank])
-        outcome: list[Any] = [sum_integers([rank, 10]), gather_objects(f"of {rank}"), take_from_main(rank)]
+        outcome: list[Any] = [sum_integers([rank, 10]), gather_objects(f"of {rank}")]
         outcome += [sum_tensor(tensor).item(), tensor.item()]
         raise_together(None)
         try:
@@ -45,9 +43,9 @@ def use_collectives() -> list[Any]:
 
 def test_collectives_agree_on_two_ranks() -> None:
     first, second = run_on(2, use_collectives)
-    assert first[:4] == second[:4] == [[1, 20], ["of 0", "of 1"], 0, 3.0]
-    assert (first[4], second[4]) == (1.0, 2.0)
-    assert first[5] == second[5] == "shard.3 is truncated (rank 1 of 2)"
+    assert first[:3] == second[:3] == [[1, 20], ["of 0", "of 1"], 3.0]
+    assert (first[3], second[3]) == (1.0, 2.0)
+    assert first[4] == second[4] == "shard.3 is truncated (rank 1 of 2)"
 
 
 @pytest.mark.parametrize(
@@ -55,3 +53,19 @@ def test_collectives_agree_on_two_ranks() -> None:
 )
 def test_error_is_described_in_its_own_words(error: Exception, text: str) -> None:
     assert describe_error(error) == text
+
+
+def lose_partner() -> str:
+    with process_group(Ranks.from_environment()):
+        if Ranks.from_environment().rank == 1:
+            return "left"
+        try:
+            sum_integers([1])
+        except RuntimeError as error:
+            return describe_error(error)
+        return "no error"
+
+
+def test_lost_partner_is_named_as_such() -> None:
+    first, second = run_on(2, lose_partner)
+    assert second == "left" and first.startswith("another process of the run ended or could not be reached")
