@@ -48,7 +48,7 @@ def _fetch_from_debian(folder: Path) -> None:
 
 def _unpack_package(package: str, cache: Path) -> Path:
     """Download with an apt state of our own, so that neither root nor an up-to-date system index is needed."""
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = cache.resolve()
     lists = cache / "lists"
     (lists / "partial").mkdir(parents=True, exist_ok=True)
     options = ["-q", f"-oDir::State::Lists={lists}", f"-oDir::Cache={cache}", "-oAPT::Sandbox::User="]

@@ -1,7 +1,7 @@
 """Inputs of the scan for tests: random, with the ranges the contract states, in fp64 unless cast."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,12 @@ class Case:
     def leaves(self) -> list[torch.Tensor]:
         return [tensor for tensor in (*self.tensors, self.entry_state) if tensor is not None]
 
-    def cast(self, dtype: torch.dtype) -> "Case":
+    def cast(self, dtype: torch.dtype, device: str = "cpu") -> "Case":
         def convert(tensor):
-            return None if tensor is None else tensor.detach().to(dtype).requires_grad_()
+            return None if tensor is None else tensor.detach().to(device, dtype).requires_grad_()
 
-        return replace(self, tensors=[convert(x) for x in self.tensors], entry_state=convert(self.entry_state))
+        start = None if self.document_start is None else self.document_start.to(device)
+        return Case([convert(x) for x in self.tensors], convert(self.entry_state), start)
 
     def run(self, scan: Callable, **options) -> list[torch.Tensor]:
         """Output, final state, then the gradient of every leaf of a fixed random function of both."""
@@ -30,9 +31,8 @@ class Case:
         state = {"entry_state_BHVK": self.entry_state, "document_start_BT": self.document_start}
         out, final = scan(*self.tensors, **state, **options)
         generator = torch.Generator().manual_seed(1)
-        loss = sum(
-            (x.double() * torch.randn(x.shape, generator=generator, dtype=torch.float64)).sum() for x in (out, final)
-        )
+        weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64) for x in (out, final)]
+        loss = sum((x.double() * weight.to(x.device)).sum() for x, weight in zip((out, final), weights, strict=True))
         return [out.detach(), final.detach(), *torch.autograd.grad(loss, leaves)]
 
 

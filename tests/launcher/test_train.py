@@ -1,0 +1,156 @@
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from data_pipeline.synthetic import write_synthetic_dataset
+from launcher.__main__ import EXIT_FAILED, EXIT_USAGE, main
+from launcher.curves import read_metrics
+from tests.harness import run_on
+
+CONFIG = Path(__file__).parent.parent.parent / "configs" / "train" / "tiny.yaml"
+STEPS = 4
+PROMISED_FILES = {
+    "config.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "tensorboard",
+    "checkpoints",
+    "lineage.jsonl",
+    "result.json",
+    "tokenizer.model",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "prepared"
+    return write_synthetic_dataset(folder, vocab_size=320, row_tokens=64, documents=200, seed=0)
+
+
+def build_arguments(run_dir: Path, data: Path, *extra: str) -> list[str]:
+    keys = [f"run_dir={run_dir}", f"data.path={data}", "data.row_tokens=64", "model.vocab_size=320"]
+    training = [f"train.steps={STEPS}", "train.schedule.warmup_steps=1", "train.log_every_steps=1"]
+    return ["train", str(CONFIG), *keys, *training, "train.eval_every_steps=2", "train.eval_rows=8", *extra]
+
+
+@pytest.fixture(scope="module")
+def run_dir(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a few steps in one process, through the command line."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    assert run_on(1, main, build_arguments(folder, data)) == [0]
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    with mock.patch.dict(os.environ):
+        yield
+
+
+def test_run_folder_holds_what_is_promised_and_says_it_finished(run_dir: Path) -> None:
+    assert {file.name for file in run_dir.iterdir()} >= PROMISED_FILES
+    result = json.loads((run_dir / "result.json").read_text())
+    assert (result["status"], result["step"]) == ("finished", STEPS)
+    environment = json.loads((run_dir / "environment.json").read_text())
+    assert environment["world_size"] == 1 and environment["packages"]["torch"]
+
+
+def test_metrics_hold_every_step_once_with_validation_where_it_is_due(run_dir: Path) -> None:
+    lines = read_metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines if "validation/loss_nats" in line] == [2, 4]
+
+
+def test_larger_budget_resumes_the_folder_instead_of_starting_over(run_dir: Path, data: Path) -> None:
+    before = read_metrics(run_dir)
+    arguments = [*build_arguments(run_dir, data), f"train.steps={STEPS + 2}"]
+    assert run_on(1, main, arguments) == [0]
+    after = read_metrics(run_dir)
+    assert after[:STEPS] == before
+    assert [line["step"] for line in after[STEPS:]] == [STEPS + 1, STEPS + 2]
+    assert len((run_dir / "lineage.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "words"),
+    [
+        ("model.vocab_size=128", EXIT_USAGE, ["model.vocab_size=128", "vocab_size=320", "use model.vocab_size=320"]),
+        ("data.row_tokens=32", EXIT_USAGE, ["data.row_tokens=32", "row_tokens=64", "use data.row_tokens=64"]),
+        ("data.path=", EXIT_USAGE, ["data.path= must have a value"]),
+        ("data.path=nowhere", EXIT_FAILED, ["nowhere/manifest.json is missing", "prism prepare"]),
+        (
+            "train.micro_batch_rows=3",
+            EXIT_USAGE,
+            ["train.global_batch_rows=8", "train.micro_batch_rows=3", "use 6 or 9"],
+        ),
+        ("train.zero_stage=4", EXIT_USAGE, ["train.zero_stage=4"]),
+    ],
+)
+def test_what_does_not_fit_is_one_line_before_any_process_group_starts(
+    override: str, code: int, words: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch("torch.distributed.init_process_group", side_effect=AssertionError("a group was started")):
+        assert main(build_arguments(tmp_path / "run", data, override)) == code
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert [word for word in words if word not in error] == []
+
+
+def test_evaluation_scores_every_held_out_byte_and_is_kept(
+    run_dir: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(run_dir)]) == 0
+    first = capsys.readouterr().out
+    manifest = json.loads((data / "manifest.json").read_text())
+    num_bytes = sum(source["text_bytes"] for source in manifest["splits"]["test"].values())
+    assert f"{num_bytes:,} bytes" in first and "bits/byte" in first
+    (file,) = (run_dir / "evaluations").glob("test_step_*.json")
+    written = file.stat().st_mtime_ns
+    assert main(["evaluate", str(run_dir)]) == 0
+    assert capsys.readouterr().out == first and file.stat().st_mtime_ns == written
+
+
+def test_generation_continues_the_prompt_and_repeats_with_its_seed(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", str(run_dir), "--prompt", "ab", "--samples", "2", "--max-new-tokens", "8"]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("ab") and "\n---\nab" in first
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == first
+    assert main([*arguments, "--seed", "7"]) == 0
+    assert capsys.readouterr().out != first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "nowhere"], "RUN=nowhere must be the folder of a run"),
+        (["evaluate", "nowhere"], "RUN=nowhere must be the folder of a run"),
+        (["generate", "nowhere", "--samples", "0"], "--samples=0 must be at least 1"),
+    ],
+)
+def test_verb_on_a_folder_without_a_run_says_what_it_must_be(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == EXIT_USAGE
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_bf16_training_on_a_gpu_lowers_the_loss(zero_stage: int, data: Path, tmp_path: Path) -> None:
+    keys = ["train.precision=bf16", f"train.zero_stage={zero_stage}", "train.steps=60", "train.eval_every_steps=0"]
+    command = [sys.executable, "-m", "launcher", *build_arguments(tmp_path / "run", data, *keys)]
+    done = subprocess.run(command, cwd=CONFIG.parent.parent.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    losses = [line["train/loss_nats"] for line in read_metrics(tmp_path / "run")]
+    assert losses[-1] < 0.8 * losses[0]
