@@ -80,8 +80,8 @@ def _read_overrides(overrides: Sequence[str]) -> Any:
     try:
         return OmegaConf.from_dotlist(list(overrides))
     except yaml.YAMLError as error:
-        words = " ".join(str(error).split())
-        raise ValueError(f"{' '.join(overrides)} must hold values in YAML; quote special characters ({words})") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{' '.join(overrides)} must hold YAML values; quote special characters ({reason})") from error
 
 
 def _explain(error: OmegaConfBaseException) -> str:

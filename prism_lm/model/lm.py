@@ -1,8 +1,8 @@
 """The language model: embedding, blocks, norm, head. It knows no ranks.
 
-Embedding rows have length about 1, as a tied head needs, and enter the residual stream times D^(1/4). Without a factor the
-first norm multiplies their gradient by sqrt(D), and early steps overshoot; at sqrt(D), unit variance, a tied head starts
-by answering every token with itself, at a logit of sqrt(D).
+Embedding rows have length about 1, as a tied head needs, and enter the residual stream times D^(1/4). Without a factor
+the first norm multiplies their gradient by sqrt(D), and early steps overshoot; at sqrt(D), unit variance, a tied head
+starts by answering every token with itself, at a logit of sqrt(D).
 
 Dims: B batch, T tokens, D model width, V vocabulary.
 """

@@ -5,7 +5,6 @@ Its settings are derived here from typed fields; there is no other DeepSpeed con
 
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -149,10 +148,8 @@ def build_engine(model: nn.Module, config: TrainConfig, parallel: ParallelConfig
 
     The process group must be up. The model is moved to this rank's device; in stage 3 only this rank's part remains.
     """
-    prepare_environment()
     with quiet(log):
-        import deepspeed
-
+        deepspeed = import_deepspeed()
         send_log_to_file(log if ranks.is_main else None)
         apply_to_blocks(model, parallel)
         adamw = build_adamw(model, config.optim)
@@ -186,23 +183,15 @@ def derive_settings(config: TrainConfig, ranks: Ranks, *, num_parameters: int) -
     }
 
 
-def prepare_environment() -> None:
-    """What DeepSpeed needs at import and first start: its accelerator named, and the build tools on PATH on a CPU."""
-    tools = str(Path(sys.executable).parent)
-    if tools not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join([tools, os.environ.get("PATH", "")])
+def import_deepspeed() -> Any:
+    """DeepSpeed, told its accelerator. The all-reduce that it would compile at its first start on a CPU serves its
+    inference alone; without it a run needs no compiler."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
 
-
-def check_build_tools() -> None:
-    """Raises ValueError where DeepSpeed could not build its CPU collective at the first start."""
-    if torch.cuda.is_available() or any(shutil.which(name) for name in (os.environ.get("CXX") or "c++", "g++")):
-        return
-    raise ValueError(
-        "a C++ compiler must be on PATH to train on a CPU (DeepSpeed builds its CPU collective at the first start); "
-        "install g++ or set CXX"
-    )
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
 
 
 def send_log_to_file(path: Path | None) -> None:

@@ -12,7 +12,7 @@ from prism_lm.checkpoint.load import check_fits, newest_checkpoint, read_trainer
 from prism_lm.checkpoint.manager import CheckpointManager
 from prism_lm.parallel.collectives import RunFailed, raise_together, sum_integers, wait_for_all
 from prism_lm.train.config import check_parallel, compute_accumulation_steps
-from prism_lm.train.engine import Engine, build_engine, check_build_tools, end_process_group
+from prism_lm.train.engine import Engine, build_engine, end_process_group
 from prism_lm.train.metrics import Meter, find_peak_flops
 from prism_lm.train.state import (
     Loader,
@@ -76,7 +76,6 @@ def choose_start(run: TrainRun) -> Start:
             f"train.eval_every_steps={run.train.eval_every_steps} must be 0 without validation data; "
             "use train.eval_every_steps=0"
         )
-    check_build_tools()
     folder = newest_checkpoint(run.run_dir)
     if folder is None:
         return Start(state=TrainState(), folder=None)

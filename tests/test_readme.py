@@ -1,0 +1,77 @@
+"""What the README says to type runs, in the order it says it, on the tiny config; the paths it names exist."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.synthetic import write_synthetic_dataset
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SHORTER = {
+    "train": ["train.steps=2", "train.schedule.warmup_steps=1", "train.eval_rows=8", "train.log_every_steps=1"],
+    "prepare": ["vocab_size=320", "row_tokens=64", "tokenizer_sample_mib=1"],
+    "generate": ["--max-new-tokens=4"],
+}
+
+
+def read_commands() -> list[list[str]]:
+    """Lines of the bash blocks that call our command, directly or under torchrun."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if re.match(r"(prism|torchrun) ", line)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A place like a fresh clone after the demo: configs, the demo's data, some text of the user's."""
+    folder = tmp_path_factory.mktemp("clone")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    write_synthetic_dataset(folder / "runs/demo/data", vocab_size=320, row_tokens=256, documents=400, seed=0)
+    (folder / "texts").mkdir()
+    for number, file in enumerate(sorted((ROOT / "kernels").rglob("*.py"))):
+        (folder / "texts" / f"{number}.txt").write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+def run_command(words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+    program, verb = words[0], words[words.index("launcher") + 1] if "launcher" in words else words[1]
+    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = [program, *words[1:], *SHORTER.get(verb, [])]
+    return subprocess.run(command, cwd=folder, env={**os.environ, **paths}, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.timeout(900)
+def test_every_command_of_the_readme_runs_to_its_end_in_order(folder: Path) -> None:
+    commands = read_commands()
+    assert len(commands) >= 9
+    for words in commands:
+        done = run_command(words, folder)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_every_path_the_readme_names_exists() -> None:
+    code = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    named = re.findall(r"`((?:kernels|prism_lm|data_pipeline|launcher|configs|tests)/[\w./-]*|\w+\.md)`", code)
+    tree = re.findall(r"^(\w+/) ", README, flags=re.MULTILINE)
+    assert len(named) >= 5 and len(tree) == 6
+    assert [path for path in named + tree if not (ROOT / path).exists()] == []
+
+
+def test_every_make_target_the_readme_names_exists() -> None:
+    targets = set(re.findall(r"make ([\w-]+)", README))
+    assert targets >= {"demo", "test"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [target for target in targets if not re.search(rf"^{target}:", makefile, flags=re.MULTILINE)] == []
+
+
+def test_first_screen_holds_a_result_one_command_the_tree_and_what_is_missing() -> None:
+    screen = README.splitlines()[:34]
+    assert [line for line in screen if re.search(r"\d{4}-\d{2}-\d{2}", line)]
+    text = "\n".join(screen)
+    assert "make demo" in text and "kernels/" in text and "Not here yet" in text
