@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-SMOOTHING_POINTS = 10
+SMOOTHING_POINTS = 3
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
