@@ -95,9 +95,12 @@ class Engine:
         return StepOutcome(applied=applied, grad_norm=float(norm))
 
     def save(self, folder: Path) -> None:
-        """Writes weights, masters, moments and counters of every rank below folder/deepspeed."""
+        """Writes weights, masters, moments and counters of every rank below folder/deepspeed; data, no program."""
         with quiet(self._log):
             self._inner.save_checkpoint(str(folder), tag=ENGINE_TAG, save_latest=False)
+        if self._ranks.is_main:
+            for script in folder.glob("zero_to_*.py"):
+                script.unlink()
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote, at the same world size and stage. Only on a newly built engine."""
@@ -113,6 +116,7 @@ class Engine:
         weights = self.gather_weights()
         if self._ranks.is_main:
             save_file(weights, path)
+            path.chmod(0o644)  # safetensors leaves the file to its owner alone
 
     def gather_weights(self) -> dict[str, torch.Tensor]:
         """Whole weights and persistent buffers on the CPU at rank 0, empty elsewhere; one parameter at a time."""

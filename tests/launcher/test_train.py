@@ -77,6 +77,13 @@ def test_larger_budget_resumes_the_folder_instead_of_starting_over(run_dir: Path
     assert len((run_dir / "lineage.jsonl").read_text().splitlines()) == 2
 
 
+def test_checkpoint_holds_data_alone_for_everyone_to_read(run_dir: Path) -> None:
+    (folder,) = (run_dir / "checkpoints").glob(f"step_{STEPS}")
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} == {".pt", ".json", ".safetensors"}
+    assert [file for file in files if not file.stat().st_mode & 0o040] == []
+
+
 @pytest.mark.parametrize(
     ("override", "code", "words"),
     [
