@@ -108,14 +108,11 @@ def describe_training_error(message: str, vocab_size: int) -> str:
     """Turn SentencePiece's message into one that names the key, the rule and the remedy."""
     largest = re.search(r"value <= (\d+)", message)
     if largest:
-        return (
-            f"vocab_size={vocab_size} must be reachable from the text; "
-            f"use {largest.group(1)} or less, or give more text"
-        )
-    return (
-        f"vocab_size={vocab_size} must be large enough for the characters of the text and the text not empty "
-        f"({message.strip()})"
-    )
+        return f"vocab_size={vocab_size} must be reachable from the text; use {largest[1]} or less, or give more text"
+    fewest = re.search(r"\d+ vs (\d+)", message)
+    if fewest:
+        return f"vocab_size={vocab_size} must hold every character of the text; use {fewest[1]} or more"
+    return f"vocab_size={vocab_size} must be trainable on the text ({message.strip()}); give text, and more of it"
 
 
 def iterate_sentences(texts: Iterable[str]) -> Iterator[str]:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SHORTER = {
     "train": ["train.steps=2", "train.schedule.warmup_steps=1", "train.eval_rows=8", "train.log_every_steps=1"],
-    "prepare": ["vocab_size=320", "row_tokens=64", "tokenizer_sample_mib=1"],
+    "prepare": ["vocab_size=500", "row_tokens=64", "tokenizer_sample_mib=1"],
     "generate": ["--max-new-tokens=4"],
 }
 
