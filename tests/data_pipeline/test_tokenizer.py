@@ -56,3 +56,13 @@ def test_a_file_that_is_no_model_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
     with pytest.raises(DataError, match="absent cannot be read"):
         load_tokenizer(tmp_path / "absent")
+
+
+def test_vocabulary_below_the_texts_characters_is_told_the_smallest_that_works() -> None:
+    texts = ["".join(chr(0x4E00 + number) for number in range(300))] * 50
+    with pytest.raises(
+        ValueError, match=r"vocab_size=300 must hold every character of the text; use (\d+) or more"
+    ) as caught:
+        train_tokenizer(texts, vocab_size=300)
+    smallest = int(str(caught.value).split("use ")[1].split()[0])
+    assert Tokenizer(train_tokenizer(texts, vocab_size=smallest), name="smallest").vocab_size == smallest
