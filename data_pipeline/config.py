@@ -91,8 +91,12 @@ class DataConfig:
     else up to 4)."""
     prefetch_batches: int = -1
     """Micro-batches each worker keeps ready, at least 1; -1 derives (2). Shards are fetched ahead for twice as many."""
+    cache_dir: str = ""
+    """Folder for this node's copies of shards, lock files and notes; empty: <run_dir>/cache/<host name>. A fast local
+    disk is best."""
     cache_limit_gib: float = 0.0
-    """Most disk, GiB, that decompressed shards may take in the run's cache folder on a node; 0 is no limit."""
+    """Most disk, GiB, that decompressed shards may take in data.cache_dir on a node: at least four shards' worth; 0
+    is no limit."""
     verify: Literal["auto", "sizes", "hashes"] = "auto"
     """Check at start, of a local folder: every shard's size, or its hash too; `auto` hashes a split of up to 256
     MiB. A shard's hash is checked again when it is read, always."""
