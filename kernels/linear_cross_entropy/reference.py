@@ -5,7 +5,7 @@
 Dims: N rows (tokens), D model width, V vocabulary.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from kernels.checks import check_dtype, check_float, check_num_dims, check_one_of, check_shape, compute_dtype_of
 
 Reduction = Literal["sum", "none"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
 def linear_cross_entropy_reference(
@@ -45,4 +46,4 @@ def check_linear_cross_entropy_inputs(
     check_dtype("weight_VD", weight_VD, hidden_ND.dtype)
     check_shape("labels_N", labels_N, "(N,)", (hidden_ND.shape[0],))
     check_dtype("labels_N", labels_N, torch.int64)
-    check_one_of("reduction", reduction, ("sum", "none"))
+    check_one_of("reduction", reduction, REDUCTIONS)

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from kernels.checks import compute_dtype_of
-from kernels.prism.reference import Activation, check_scan_inputs, check_scan_state, compute_writes
+from kernels.prism.activation import Activation
+from kernels.prism.reference import check_scan_inputs, check_scan_state, compute_writes
 
 MIN_CHUNK_TOKENS = 16
 # Smaller factors are set to zero in fp32: they cannot change a sum, and subnormals slow a CPU's products a hundredfold.
@@ -48,6 +49,7 @@ def prism_scan_chunked(
 
     Any T and any chunk_tokens >= 1 are exact: the result depends on neither, beyond rounding. Computed in fp32 (fp64
     for fp64 inputs) whatever the inputs' dtype. Differentiable once, in every tensor argument but document_start_BT.
+    log_decay_BTH must be finite: -inf would give NaN.
 
     Returns the output in query's dtype and the state after the last token in the dtype of computation. Raises
     ValueError on shapes and dtypes that do not fit.

@@ -9,8 +9,6 @@ With k, b the first of the M = max(L, 1) keys and step sizes of a token (arXiv 2
 Dims: B batch, T tokens, H heads, K key width, V value width, L solver steps, M written pairs = max(L, 1).
 """
 
-from typing import Literal
-
 import torch
 import torch.nn.functional as F
 
@@ -23,8 +21,7 @@ from kernels.checks import (
     check_shape,
     compute_dtype_of,
 )
-
-Activation = Literal["gelu", "identity"]
+from kernels.prism.activation import ACTIVATIONS, Activation
 
 
 def prism_scan_reference(
@@ -44,8 +41,10 @@ def prism_scan_reference(
 
     query_BTHK: scaled by K^(-1/2) inside. key_BTMHK: L2-normalised by the caller. residual_BTHV: the first residual
     v - u (v itself for L = 0). gain_BTLHV: p_l, or None for L = 0. step_size_BTMH: in [0, 1]. log_decay_BTH: natural
-    logarithm of alpha, <= 0. entry_state_BHVK: state before the first token, zero if None. document_start_BT: bool,
-    True where a token begins a document; the state before such a token is zero. chunk_tokens changes nothing here.
+    logarithm of alpha, <= 0 and finite: an alpha of 0 is any finite value below -1000, never -inf, of which the chunk
+    form takes differences (not checked, as reading a value would stall a GPU). entry_state_BHVK: state before the
+    first token, zero if None. document_start_BT: bool, True where a token begins a document; the state before such a
+    token is zero. chunk_tokens changes nothing here.
 
     Returns the output in query's dtype and the state after the last token, both computed in fp32 (fp64 for fp64
     inputs); the state stays in that dtype. Raises ValueError on shapes and dtypes that do not fit.
@@ -115,7 +114,7 @@ def check_scan_inputs(
     check_num_dims("key_BTMHK", key_BTMHK, "BTMHK")
     check_num_dims("residual_BTHV", residual_BTHV, "BTHV")
     check_float("query_BTHK", query_BTHK)
-    check_one_of("activation", activation, ("gelu", "identity"))
+    check_one_of("activation", activation, ACTIVATIONS)
     B, T, H, K = query_BTHK.shape
     M, V = key_BTMHK.shape[2], residual_BTHV.shape[-1]
     check_at_least("query_BTHK.shape[1]", T, 1)

@@ -6,7 +6,8 @@ The equation and the dim letters are those of reference.py.
 import torch
 
 from kernels.checks import compute_dtype_of
-from kernels.prism.reference import Activation, advance_state, check_scan_inputs, check_scan_state, compute_writes
+from kernels.prism.activation import Activation
+from kernels.prism.reference import advance_state, check_scan_inputs, check_scan_state, compute_writes
 
 
 def prism_step(
