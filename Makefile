@@ -32,8 +32,8 @@ $(VENV)/%.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) must be on PATH; apt-get install python3"; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "error: $(PYTHON) must be 3.11 or newer; make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "error: $(PYTHON) must be 3.11, 3.12 or 3.13; for example make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || \
 	  { echo "error: $(PYTHON) must have venv; apt-get install python3-venv"; exit 1; }
 	@command -v c++ >/dev/null || { echo "error: a C++ compiler must be on PATH; apt-get install g++"; exit 1; }

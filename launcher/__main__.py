@@ -48,13 +48,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(verb: str, arguments: list[str]) -> int:
     try:
-        return importlib.import_module(f"launcher.{verb}").main(arguments)
+        code = importlib.import_module(f"launcher.{verb}").main(arguments)
+        sys.stdout.flush()
+        return code
     except (ValueError, RuntimeError) as error:
         if not _is_our_message(error):
             raise
         return _fail(str(error), EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_FAILED)
+    except BrokenPipeError:  # the reader, such as `head`, has had enough; keep Python from saying so again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
 
 
 def _is_our_message(error: Exception) -> bool:

@@ -5,15 +5,16 @@ The only file that imports omegaconf. What a user typed wrong becomes one ValueE
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from data_pipeline.config import DataConfig
+from launcher.help_text import spell_type
 from prism_lm.model.config import ModelConfig
 from prism_lm.parallel.apply import ParallelConfig
 from prism_lm.train.config import TrainConfig
@@ -50,11 +51,16 @@ def load_config(config_class: type[ConfigT], path: str | Path | None, overrides:
 
     Raises ValueError for a missing file, an unknown key, a value of the wrong type or one that breaks a rule.
     """
+    merged: Any = OmegaConf.structured(config_class)
+    for typed_key, layer in [("", _read_yaml(path)), *((_key_of(text), _read_override(text)) for text in overrides)]:
+        try:
+            merged = OmegaConf.merge(merged, layer)
+        except (OmegaConfBaseException, TypeError) as error:
+            raise ValueError(_explain(error, config_class, typed_key or f"CONFIG={path}")) from error
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(config_class), _read_yaml(path), _read_overrides(overrides))
         return cast(ConfigT, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
-        raise ValueError(_explain(error)) from error
+        raise ValueError(_explain(error, config_class, f"CONFIG={path}")) from error
 
 
 def dump_config(config: Any) -> str:
@@ -73,32 +79,46 @@ def _read_yaml(path: str | Path | None) -> Any:
         raise ValueError(f"CONFIG={path} must be valid YAML; {' '.join(str(error).split())}") from error
 
 
-def _read_overrides(overrides: Sequence[str]) -> Any:
-    for override in overrides:
-        if "=" not in override or override.startswith("-"):
-            raise ValueError(f"{override} must have the form key=value; for example train.steps=100")
+def _key_of(override: str) -> str:
+    return override.partition("=")[0]
+
+
+def _read_override(override: str) -> Any:
+    if "=" not in override or override.startswith("-"):
+        raise ValueError(f"{override} must have the form key=value; for example train.steps=100")
     try:
-        return OmegaConf.from_dotlist(list(overrides))
+        return OmegaConf.from_dotlist([override])
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{' '.join(overrides)} must hold YAML values; quote special characters ({reason})") from error
+        raise ValueError(f"{override} must hold a YAML value; quote special characters ({reason})") from error
 
 
-def _explain(error: OmegaConfBaseException) -> str:
+def _explain(error: Exception, config_class: type[Any], where: str) -> str:
     """One line in the house's form from omegaconf's message, which spends three more on its own internals."""
-    key, reason = error.full_key or "", str(error).splitlines()[0]
-    match error:
-        case ConfigKeyError():
-            close = re.findall(r"'(\w+)'", reason.partition("Did you mean")[2])
-            advice = f"did you mean {' or '.join(close)}?" if close else "--help lists every key"
-            return f"{key} must be a key of this configuration; {advice}"
-        case MissingMandatoryValue():
-            return f"{key} must be given; add {key}=VALUE or write it in the YAML file"
-        case _ if "Incompatible value 'None'" in reason:
-            return f"{key}= must have a value; --help shows its type"
-        case _:
-            where = f"{key}: " if key else ""
-            return f"{where}{reason}; --help shows every key with its type"
+    key = getattr(error, "full_key", None) or where
+    reason = str(error).splitlines()[0]
+    if isinstance(error, ConfigKeyError):
+        close = re.findall(r"'(\w+)'", reason.partition("Did you mean")[2])
+        advice = f"did you mean {' or '.join(close)}?" if close else "--help lists every key"
+        return f"{key} must be a key of this configuration; {advice}"
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} must be given; add {key}=VALUE or write it in the YAML file"
+    value = re.search(r"[Vv]alue:? '?([^',]*)'?", reason)
+    typed = value[1] if value and value[1] != "None" else ""
+    return f"{key}={typed} must be {_spell_type_of(config_class, key)}; --help shows every key with its type"
+
+
+def _spell_type_of(config_class: type[Any], key: str) -> str:
+    """What a dotted key holds, as `prism VERB --help` spells it."""
+    hint: Any = config_class
+    for name in re.findall(r"[^.\[\]]+", key):
+        if isinstance(hint, type) and is_dataclass(hint):
+            hint = get_type_hints(hint).get(name, hint)
+        else:
+            hint = get_args(hint)[-1]
+    if isinstance(hint, type) and is_dataclass(hint):
+        return f"a group of keys such as {key}.{fields(hint)[0].name}"
+    return f"{'one of' if get_origin(hint) is Literal else 'of type'} {spell_type(hint)}"
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ samples and loss curves. What a run before this one finished is not done again.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -34,6 +35,7 @@ def main(arguments: list[str]) -> int:
     """Run every part that is not done yet, then print one table and where everything lies."""
     parsed = build_parser().parse_args(arguments)
     folder: Path = parsed.folder
+    _check_matplotlib()
     started = time.monotonic()
     with announce("text"):
         sources = _find_text(folder, parsed.text)
@@ -53,6 +55,7 @@ def main(arguments: list[str]) -> int:
         )
     print(samples, format_table(rows), describe_files(folder), sep="\n")
     print(f"\n{time.monotonic() - started:.0f} s in all")
+    check_floors_beaten(rows)
     return 0
 
 
@@ -74,6 +77,11 @@ def announce(part: str) -> Generator[None]:
     started = time.monotonic()
     yield
     print(f"   {time.monotonic() - started:.1f} s", flush=True)
+
+
+def _check_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("prism demo must find matplotlib to draw its curves; pip install -e '.[demo]'")
 
 
 def _find_text(folder: Path, given: Path | None) -> dict[str, Path]:
@@ -146,7 +154,7 @@ def _wait(process: "subprocess.Popen[bytes]") -> None:
 
 
 class DemoFailed(RuntimeError):
-    """A part of the demo did not come to its end."""
+    """A part of the demo did not come to its end, or to the result it is there to show."""
 
 
 def _read_status(run_dir: Path) -> str | None:
@@ -190,6 +198,14 @@ def format_table(rows: dict[str, dict[str, Any]]) -> str:
             f"{name:<16}{row['parameters']:>12,}{tokens:>16}{row['loss_nats']:>12.3f}{row['bits_per_byte']:>11.3f}"
         )
     return "\n".join(lines)
+
+
+def check_floors_beaten(rows: dict[str, dict[str, Any]]) -> None:
+    """Raises DemoFailed if a trained model is no better than counting pairs of tokens."""
+    floor = min(row["bits_per_byte"] for name, row in rows.items() if name not in MODELS)
+    worse = [name for name in MODELS if rows[name]["bits_per_byte"] >= floor]
+    if worse:
+        raise DemoFailed(f"{' and '.join(worse)} must be below {floor:.3f} bits/byte, the best of the n-gram models")
 
 
 def describe_files(folder: Path) -> str:

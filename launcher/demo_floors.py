@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.evaluate import write_figures
+
 if TYPE_CHECKING:
     from launcher.run_data import Split
     from launcher.trained_run import TrainedRun
@@ -13,9 +15,7 @@ def score_floors(run: "TrainedRun", folder: Path) -> dict[str, dict[str, Any]]:
     """Figures of the unigram and the bigram model by name; kept in floors.json and read from there the next time."""
     file = folder / "floors.json"
     if not file.is_file():
-        beside = file.with_suffix(".partial")
-        beside.write_text(json.dumps(_count_and_score(run), indent=1) + "\n", encoding="utf-8")
-        beside.rename(file)
+        write_figures(file, _count_and_score(run))
     return json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -32,8 +32,8 @@ def fetch_demo_text(folder: Path) -> dict[str, Path]:
         beside.mkdir(parents=True)
         try:
             _fetch_from_debian(beside)
-        except (OSError, subprocess.SubprocessError) as error:
-            print(f"  no Debian packages here ({_last_line(error)}); using the documentation that ships with Python")
+        except (OSError, subprocess.SubprocessError, zlib.error, struct.error) as error:
+            print(f"   no Debian packages here ({_last_line(error)}); using the documentation that ships with Python")
             shutil.rmtree(beside)
             _write_documents(beside / "python_docs", _read_python_documentation())
         beside.rename(folder)
@@ -55,7 +55,7 @@ def _unpack_package(package: str, cache: Path) -> Path:
     if not any(lists.glob("*Packages*")):
         _run(["apt-get", *options, "update"], cache)
     _run(["apt-get", *options, "download", package], cache)
-    archive = max(cache.glob(f"{package}_*.deb"))
+    archive = max(cache.glob(f"{package}_*.deb"), default=cache / f"{package}.deb")
     unpacked = cache / package
     _run(["dpkg-deb", "-x", str(archive), str(unpacked)], cache)
     return unpacked
@@ -75,6 +75,8 @@ def _write_documents(folder: Path, documents: Iterator[str]) -> None:
     kept = (text for text in documents if len(text) >= MIN_DOCUMENT_CHARACTERS)
     for index, text in enumerate(kept):
         (folder / f"{index:05d}.txt").write_text(text, encoding="utf-8")
+    if not any(folder.iterdir()):
+        raise OSError(f"no text found for {folder.name}")
 
 
 def _read_austen(package: Path) -> Iterator[str]:

@@ -53,7 +53,18 @@ def _read_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
     if missing:
         rule = f"must come with {', '.join(missing)}"
         raise ValueError(f"RANK={environ['RANK']} {rule}; start with torchrun, or unset RANK")
+    _check_one_run(environ)
     return {name: environ[name] for name in names}
+
+
+def _check_one_run(environ: Mapping[str, str]) -> None:
+    """Several tasks of one srun that each start a torchrun of their own would be whole runs, in one folder."""
+    tasks = environ.get("SLURM_NTASKS", "1") if "SLURM_STEP_ID" in environ else "1"
+    if int(tasks) > 1 and environ["WORLD_SIZE"] == environ["LOCAL_WORLD_SIZE"]:
+        raise ValueError(
+            f"SLURM_NTASKS={tasks} must be 1 where torchrun starts all WORLD_SIZE={environ['WORLD_SIZE']} ranks on one "
+            "node; use srun --ntasks-per-node=1, and torchrun --nnodes for several nodes"
+        )
 
 
 def _read_srun(environ: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """A run's data as its configuration names it: the manifest, the tokenizer's copy in the run folder, loaders."""
 
-import shutil
-from collections.abc import Callable
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -12,6 +11,7 @@ from prism_lm.parallel.mesh import Ranks
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
     from data_pipeline.manifest import Manifest
+    from data_pipeline.tokenizer import Tokenizer
 
 Split = Literal["train", "validation", "test"]
 
@@ -22,45 +22,63 @@ def open_manifest(config: RunConfig) -> "Manifest":
     Raises ValueError for a key that must change, DataError for a file that is missing or damaged.
     """
     from data_pipeline.manifest import check_row_tokens, check_vocabulary
-    from data_pipeline.preflight import fetch_manifest, make_cache_folder
 
-    if not config.data.path:
-        raise ValueError("data.path= must be a folder that `prism prepare` wrote; for example data.path=data/my_text")
-    make_cache_folder(cache_folder(config))
-    manifest = fetch_manifest(config.data.path, cache_folder(config), config.data.timeout_s)
+    manifest = _fetch_manifest(config)
     check_vocabulary(manifest, config.model.vocab_size)
     check_row_tokens(manifest, config.data.row_tokens)
     return manifest
 
 
-def keep_tokenizer(config: RunConfig) -> None:
-    """Copy the data's tokenizer.model into the run folder, so that the run can be read without its data."""
+def _fetch_manifest(config: RunConfig) -> "Manifest":
+    from data_pipeline.preflight import fetch_manifest, make_cache_folder
+
+    if not config.data.path:
+        raise ValueError("data.path= must be a folder that `prism prepare` wrote; for example data.path=data/my_text")
+    make_cache_folder(cache_folder(config))
+    return fetch_manifest(config.data.path, cache_folder(config), config.data.timeout_s)
+
+
+def read_tokenizer(config: RunConfig) -> bytes:
+    """The data's tokenizer.model, which a run folder keeps so that the run can be read without its data."""
     from data_pipeline.manifest import TOKENIZER_NAME
     from data_pipeline.preflight import fetch_file
 
-    fetched = fetch_file(config.data.path, TOKENIZER_NAME, cache_folder(config), config.data.timeout_s)
-    shutil.copyfile(fetched, Path(config.run_dir) / TOKENIZER_NAME)
+    return fetch_file(config.data.path, TOKENIZER_NAME, cache_folder(config), config.data.timeout_s).read_bytes()
 
 
-def plan_loader(config: RunConfig, ranks: Ranks, *, split: Split) -> Callable[[], "Loader"]:
-    """A function that opens the split: endless for training, one pass otherwise."""
+def open_loader(config: RunConfig, ranks: Ranks, *, split: Split) -> "Loader":
+    """This rank's micro-batches: endless for training, one pass otherwise. Needs no process group.
 
-    def open_loader() -> "Loader":
-        from data_pipeline.loader import build_loader
+    Raises ValueError for settings that do not fit one another or the data, DataError for data that fails its checks.
+    """
+    from data_pipeline.loader import build_loader
 
-        return build_loader(
-            config.data,
-            split=split,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            micro_batch_rows=config.train.micro_batch_rows,
-            global_batch_rows=config.train.global_batch_rows,
-            seed=config.seed,
-            cache_dir=cache_folder(config),
-            endless=split == "train",
-        )
+    return build_loader(
+        config.data,
+        split=split,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        micro_batch_rows=config.train.micro_batch_rows,
+        global_batch_rows=config.train.global_batch_rows,
+        seed=config.seed,
+        cache_dir=cache_folder(config),
+        endless=split == "train",
+    )
 
-    return open_loader
+
+def open_evaluated_data(
+    config: RunConfig, run_dir: Path, data_path: str | None, *, tokenizer: "Tokenizer"
+) -> tuple[RunConfig, "Manifest"]:
+    """The run's configuration pointed at the data to score, where the run folder lies now, and that data's manifest.
+
+    Raises DataError for data that was written with another tokenizer than the run's.
+    """
+    from data_pipeline.manifest import check_tokenizer
+
+    config = replace(config, run_dir=str(run_dir), data=replace(config.data, path=data_path or config.data.path))
+    manifest = _fetch_manifest(config)
+    check_tokenizer(manifest, tokenizer, name=f"{run_dir / 'tokenizer.model'}, read with data.path={config.data.path},")
+    return replace(config, data=replace(config.data, row_tokens=manifest.row_tokens)), manifest
 
 
 def open_one_pass(config: RunConfig, *, split: Split, micro_batch_rows: int) -> "Loader":
@@ -80,5 +98,5 @@ def open_one_pass(config: RunConfig, *, split: Split, micro_batch_rows: int) -> 
 
 
 def cache_folder(config: RunConfig) -> Path:
-    """Where the run's own copies of shards, lock files and notes live."""
-    return Path(config.run_dir) / "cache"
+    """Where this node's copies of shards, lock files and notes live: its own, since nodes may share the run folder."""
+    return Path(config.data.cache_dir or Path(config.run_dir) / "cache" / platform.node())

@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="keys (write key=value after CONFIG):\n" + describe_config(RunConfig),
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file; the shipped ones are in configs/train/")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="override one key of the file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="override one key of the file")
     return parser
 
 
@@ -50,26 +50,30 @@ def train(config: RunConfig, environment: ProcessEnvironment) -> "Status":
 def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
     """What the trainer is given. Raises ValueError or DataError for data that does not fit the run."""
     from launcher.provenance import describe_environment
-    from launcher.run_data import keep_tokenizer, open_manifest, plan_loader
+    from launcher.run_data import open_loader, open_manifest, read_tokenizer
     from prism_lm.model.cost import flops_per_token
     from prism_lm.model.lm import build_model
+    from prism_lm.train.config import compute_accumulation_steps
     from prism_lm.train.state import TrainRun
 
+    ranks = environment.ranks
+    compute_accumulation_steps(config.train, world_size=ranks.world_size)
     manifest = open_manifest(config)
-    if environment.ranks.is_main:
-        keep_tokenizer(config)
+    train_loader = open_loader(config, ranks, split="train")
+    validation_loader = open_loader(config, ranks, split="validation") if config.train.eval_every_steps else None
     return TrainRun(
         run_dir=Path(config.run_dir),
         train=config.train,
         parallel=config.parallel,
-        ranks=environment.ranks,
+        ranks=ranks,
         seed=config.seed,
         build_model=lambda: build_model(config.model, seed=config.seed),
-        build_train_loader=plan_loader(config, environment.ranks, split="train"),
-        build_validation_loader=plan_loader(config, environment.ranks, split="validation"),
+        build_train_loader=lambda: train_loader,
+        build_validation_loader=None if validation_loader is None else lambda: validation_loader,
         flops_per_token=flops_per_token(config.model, config.data.row_tokens),
         config_yaml=dump_config(config),
         environment=describe_environment(environment),
+        files={"tokenizer.model": read_tokenizer(config)},
         fingerprints={
             "model": hashlib.sha256(dump_config(config.model).encode()).hexdigest(),
             "data": manifest.fingerprint,

@@ -32,7 +32,9 @@ def load_trained_run(run_dir: Path) -> TrainedRun:
         )
     checkpoint = newest_checkpoint(run_dir)
     if checkpoint is None:
-        raise ValueError(f"RUN={run_dir} must hold a complete checkpoint; train until train.checkpoint.every_steps")
+        raise ValueError(
+            f"RUN={run_dir} must hold a complete checkpoint; train to the first train.checkpoint.save_every_steps"
+        )
     config, device = load_config(RunConfig, run_dir / "config.yaml"), choose_device(Ranks())
     model = build_model(config.model, seed=config.seed, device=device)
     load_weights(model, checkpoint)

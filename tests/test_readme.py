@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.synthetic import write_synthetic_dataset
+from prism_lm.model.cost import count_parameters, flops_per_token, state_bytes
+from prism_lm.model.sizes import named_size
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -53,6 +55,19 @@ def test_every_command_of_the_readme_runs_to_its_end_in_order(folder: Path) -> N
     for words in commands:
         done = run_command(words, folder)
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_every_size_of_the_readme_is_what_the_cost_model_says() -> None:
+    rows = re.findall(
+        r"^\| (\w+) \| (\d+) x (\d+) \| ([\d,]+) \| ([\de.+]+) \| ([\d.]+) MiB", README, flags=re.MULTILINE
+    )
+    assert len(rows) == 6
+    for name, layers, width, parameters, flops, state_mib in rows:
+        config = named_size(name)
+        assert (int(layers), int(width)) == (config.num_layers, config.model_width)
+        assert int(parameters.replace(",", "")) == count_parameters(config)
+        assert float(flops) == pytest.approx(flops_per_token(config, 2048), rel=5e-3)
+        assert float(state_mib) == pytest.approx(state_bytes(config) / 2**20, abs=5e-3)
 
 
 def test_every_path_the_readme_names_exists() -> None:

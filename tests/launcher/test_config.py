@@ -13,13 +13,18 @@ CONFIGS = Path(__file__).parent.parent.parent / "configs"
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["model.wdth=3"], ["model.wdth", "did you mean"]),
-        (["model.mixer=transformer"], ["model.mixer", "transformer", "attention"]),
-        (["train.steps=many"], ["train.steps", "many"]),
+        (["model.wdth=3"], ["model.wdth must be a key", "did you mean", "key_width"]),
+        (["model.mixer=x"], ["model.mixer=x must be one of prism|gated_delta|attention;"]),
+        (["model.layer_pattern=[prism,x]"], ["model.layer_pattern[1]=x must be one of prism|gated_delta|attention;"]),
+        (["train.steps=many"], ["train.steps=many must be of type int;"]),
+        (["train.optim=5"], ["train.optim=5 must be a group of keys such as train.optim.learning_rate;"]),
+        (["data.weights=[1]"], ["data.weights= must be of type map of str to float;"]),
+        (["data.weights={a: b}"], ["data.weights.a=b must be of type float;"]),
+        (["data.path=[*.p]"], ["data.path=[*.p] must hold a YAML value;"]),
         (["train.steps"], ["train.steps must have the form key=value"]),
         (["--steps=3"], ["must have the form key=value"]),
         (["seed=-1"], ["seed=-1 must be at least 0"]),
-        (["run_dir="], ["run_dir= must have a value"]),
+        (["run_dir="], ["run_dir= must be of type str"]),
         (["run_dir=''"], ["run_dir= must name a folder"]),
         (["train.precision=bf16", "train.zero_stage=0"], ["train.precision=bf16", "train.zero_stage=0", "use"]),
         (

@@ -43,6 +43,13 @@ def test_rank_without_the_other_variables_is_refused_and_names_them() -> None:
         detect_environment(incomplete)
 
 
+def test_two_tasks_that_would_each_start_a_whole_run_are_refused() -> None:
+    standalone = {**TORCHRUN, "WORLD_SIZE": "2", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}
+    with pytest.raises(ValueError, match=r"SLURM_NTASKS=2 must be 1 .* WORLD_SIZE=2 .*--ntasks-per-node=1"):
+        detect_environment(standalone)
+    assert detect_environment({**TORCHRUN, "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"}).launcher == "torchrun"
+
+
 def write_scontrol(folder: Path) -> None:
     """Answers as SLURM does: names that need not resolve, and the address to use."""
     script = folder / "scontrol"

@@ -1,10 +1,15 @@
 import importlib
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from data_pipeline.errors import DataError
 from launcher.__main__ import EXIT_FAILED, EXIT_USAGE, VERBS, main
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["help"]])
@@ -61,3 +66,9 @@ def test_error_of_a_library_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.import_module("launcher.doctor"), "main", lambda arguments: int("x"))
     with pytest.raises(ValueError, match="invalid literal"):
         main(["doctor"])
+
+
+def test_reader_that_has_had_enough_gets_no_traceback() -> None:
+    command = f"{sys.executable} -m launcher sizes | head -1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("name") and done.stderr == ""

@@ -11,7 +11,7 @@ import pytest
 from data_pipeline.synthetic import write_synthetic_dataset
 from launcher.__main__ import EXIT_FAILED, EXIT_USAGE, main
 from launcher.curves import read_metrics
-from tests.harness import run_on
+from tests.harness import find_free_port, run_on
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "train" / "tiny.yaml"
 STEPS = 4
@@ -89,7 +89,7 @@ def test_checkpoint_holds_data_alone_for_everyone_to_read(run_dir: Path) -> None
     [
         ("model.vocab_size=128", EXIT_USAGE, ["model.vocab_size=128", "vocab_size=320", "use model.vocab_size=320"]),
         ("data.row_tokens=32", EXIT_USAGE, ["data.row_tokens=32", "row_tokens=64", "use data.row_tokens=64"]),
-        ("data.path=", EXIT_USAGE, ["data.path= must have a value"]),
+        ("data.path=", EXIT_USAGE, ["data.path= must be of type str"]),
         ("data.path=nowhere", EXIT_FAILED, ["nowhere/manifest.json is missing", "prism prepare"]),
         (
             "train.micro_batch_rows=3",
@@ -149,6 +149,35 @@ def test_verb_on_a_folder_without_a_run_says_what_it_must_be(
 ) -> None:
     assert main(arguments) == EXIT_USAGE
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_two_processes_run_the_shipped_config_to_its_end_at_every_stage(
+    zero_stage: int, run_dir: Path, data: Path, tmp_path: Path
+) -> None:
+    arguments = build_arguments(tmp_path / "run", data, f"train.zero_stage={zero_stage}")
+    assert run_on(2, main, arguments) == [0, 0]
+    pairs = zip(read_metrics(tmp_path / "run"), read_metrics(run_dir), strict=False)
+    for ours, alone in pairs:
+        assert ours["train/loss_nats"] == pytest.approx(alone["train/loss_nats"], rel=2**-18)
+
+
+def start_agent(node_rank: int, port: int, arguments: list[str]) -> "subprocess.Popen[str]":
+    """One torchrun agent of two, as on two nodes: static rendezvous, one worker each."""
+    rendezvous = [f"--node-rank={node_rank}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", *rendezvous]
+    return subprocess.Popen(
+        [*command, "-m", "launcher", *arguments], cwd=CONFIG.parent.parent.parent, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_two_torchrun_agents_train_one_run_together(data: Path, tmp_path: Path) -> None:
+    port = find_free_port()
+    agents = [start_agent(rank, port, build_arguments(tmp_path / "run", data)) for rank in range(2)]
+    errors = [agent.communicate(timeout=200)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], errors
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["world_size"] == 2
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.gpu
