@@ -128,6 +128,11 @@ class BatchGrid:
     padding."""
 
     def __post_init__(self) -> None:
+        if self.world_size % self.ranks_per_node:
+            good = " or ".join(str(count) for count in range(1, self.world_size + 1) if not self.world_size % count)
+            raise ValueError(
+                f"ranks_per_node={self.ranks_per_node} must divide world_size={self.world_size}; use {good}"
+            )
         unit = self.world_size * self.micro_batch_rows
         if self.global_batch_rows % unit:
             per_rank = self.global_batch_rows // self.world_size
@@ -143,9 +148,8 @@ class BatchGrid:
             )
         if self.endless and self.epoch_rows < self.global_batch_rows:
             raise ValueError(
-                f"train.global_batch_rows={self.global_batch_rows} must not exceed the {self.epoch_rows} rows of "
-                "an epoch; "
-                f"use {self.epoch_rows} or less, or prepare more text"
+                f"train.global_batch_rows={self.global_batch_rows} must not exceed the {self.epoch_rows} rows of an "
+                f"epoch; use {self.epoch_rows} or less, or prepare more text"
             )
 
     @property

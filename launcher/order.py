@@ -22,9 +22,8 @@ example:
 def main(arguments: list[str]) -> int:
     """Print the order; with --compare, 1 where the world sizes differ."""
     parsed = build_parser().parse_args(arguments)
+    check_counts(parsed)
     sizes = [parsed.world_size, *([parsed.compare] if parsed.compare else [])]
-    if min(sizes) < 1:
-        raise ValueError(f"--world-size={parsed.world_size} must be at least 1, and --compare too; use --world-size 1")
     global_batch_rows = parsed.global_batch_rows or math.lcm(*sizes)
     order = build_order(parsed)
     grids = [build_grid(order, size, global_batch_rows, parsed) for size in sizes]
@@ -50,6 +49,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-shuffle", action="store_true", help="rows in the order they are stored")
     parser.add_argument("--compare", type=int, metavar="M", help="world size to compare with")
     return parser
+
+
+def check_counts(parsed: argparse.Namespace) -> None:
+    """Raise ValueError for a count below 1."""
+    for name in ("world_size", "ranks_per_node", "global_batch_rows", "micro_batch_rows", "compare"):
+        value = getattr(parsed, name)
+        if value is not None and value < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option}={value} must be at least 1; use {option} 1 or leave it out")
 
 
 def build_order(parsed: argparse.Namespace) -> "RowOrder":
@@ -85,15 +93,16 @@ def parse_weights(texts: list[str]) -> dict[str, float]:
 
 
 def build_grid(order: "RowOrder", world_size: int, global_batch_rows: int, parsed: argparse.Namespace) -> "BatchGrid":
-    """Return how `world_size` ranks share the order."""
+    """Return how `world_size` ranks share the order; fewer ranks than the run's may fill less than a node."""
     from data_pipeline.order import BatchGrid
 
+    ranks_per_node = parsed.ranks_per_node or world_size
     return BatchGrid(
         epoch_rows=order.epoch_rows(),
         world_size=world_size,
         micro_batch_rows=parsed.micro_batch_rows or max(1, global_batch_rows // world_size),
         global_batch_rows=global_batch_rows,
-        ranks_per_node=parsed.ranks_per_node or world_size,
+        ranks_per_node=min(ranks_per_node, world_size) if world_size < parsed.world_size else ranks_per_node,
         endless=True,
     )
 
@@ -103,11 +112,9 @@ def print_order(order: "RowOrder", grid: "BatchGrid", rows: Any, epoch: int, ste
     total_steps = grid.batches_per_epoch // grid.batches_per_step
     left_out = grid.epoch_rows - total_steps * grid.global_batch_rows
     quotas = ", ".join(f"{source} {quota}" for source, quota in order.quotas().items())
-    print(
-        f"epoch {epoch}: {grid.epoch_rows} rows ({quotas}), {total_steps} steps of {grid.global_batch_rows} rows",
-        end="",
-    )
-    print(f", {left_out} rows left out" if left_out else "")
+    steps_text = f"{total_steps} steps of {grid.global_batch_rows} rows"
+    rest_text = f", {left_out} rows left out" if left_out else ""
+    print(f"epoch {epoch}: {grid.epoch_rows} rows ({quotas}), {steps_text}{rest_text}")
     for step in range(min(steps, total_steps)):
         for rank in range(grid.world_size):
             print(f"step {step}  rank {rank}  {' '.join(str(row) for row in grid.rows_of_step(rows, rank, step))}")

@@ -100,3 +100,8 @@ def test_batches_that_do_not_divide_name_a_micro_batch_that_does() -> None:
         make_grid(16, 1, 8, 100)
     with pytest.raises(ValueError, match=r"train\.global_batch_rows=8 must not exceed the 5 rows of an epoch"):
         make_grid(2, 4, 8, 5)
+
+
+def test_ranks_that_do_not_fill_their_nodes_are_refused_instead_of_reading_the_same_rows() -> None:
+    with pytest.raises(ValueError, match="ranks_per_node=3 must divide world_size=4; use 1 or 2 or 4"):
+        make_grid(4, 1, 4, 100, ranks_per_node=3)

@@ -38,6 +38,12 @@ def test_world_sizes_that_hold_the_same_rows_are_told_so(prepared, capsys) -> No
     assert "world sizes 4 and 2 hold the same rows in each of" in capsys.readouterr().out
 
 
+def test_a_world_smaller_than_a_node_is_compared_as_one_node(prepared, capsys) -> None:
+    options = ["--world-size", "4", "--ranks-per-node", "4", "--compare", "2"]
+    assert main(["order", str(prepared), *options, "--global-batch-rows", "8"]) == 0
+    assert "world sizes 4 and 2 hold the same rows in each of" in capsys.readouterr().out
+
+
 def test_a_step_that_differs_is_found(prepared, capsys, monkeypatch) -> None:
     positions = BatchGrid.positions
     monkeypatch.setattr(BatchGrid, "positions", lambda grid, *rest: positions(grid, *rest) % (9 - grid.world_size))
@@ -57,6 +63,9 @@ def test_weights_change_the_rows_of_each_source(prepared, capsys) -> None:
     [
         (["--world-size", "3", "--global-batch-rows", "8"], "train.micro_batch_rows=2 times world size 3 must divide"),
         (["--world-size", "0"], "--world-size=0 must be at least 1"),
+        (["--world-size", "4", "--ranks-per-node", "3"], "ranks_per_node=3 must divide world_size=4; use 1 or 2 or 4"),
+        (["--world-size", "2", "--ranks-per-node", "4"], "ranks_per_node=4 must divide world_size=2; use 1 or 2"),
+        (["--world-size", "4", "--ranks-per-node", "0"], "--ranks-per-node=0 must be at least 1"),
         (["--weights", "alpha"], "--weights alpha must have the form SOURCE=NUMBER"),
         (["--weights", "alpha=1"], "data.weights must name every source of the data, and beta is missing"),
     ],
