@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+Verify = Literal["auto", "sizes", "hashes"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
@@ -21,7 +23,8 @@ class PrepareConfig:
     text_document: Literal["file", "paragraph", "line"] = "file"
     """What a document is in plain text: a whole file, a block between blank lines, or a line."""
     tokenizer: str = ""
-    """SentencePiece model to use; empty trains one of vocab_size pieces on a sample of the training split."""
+    """SentencePiece model to use, which must stand for text byte by byte: byte fallback, identity normalisation,
+    spaces kept, no dummy prefix. Empty trains one of vocab_size pieces on a sample of the training split."""
     vocab_size: int = 32000
     """Pieces of the trained tokenizer (unused when `tokenizer` is given). At least 300; up to 65536 is stored in 2
     bytes a token."""
@@ -97,7 +100,7 @@ class DataConfig:
     cache_limit_gib: float = 0.0
     """Most disk, GiB, that decompressed shards may take in data.cache_dir on a node: at least four shards' worth; 0
     is no limit."""
-    verify: Literal["auto", "sizes", "hashes"] = "auto"
+    verify: Verify = "auto"
     """Check at start, of a local folder: every shard's size, or its hash too; `auto` hashes a split of up to 256
     MiB. A shard's hash is checked again when it is read, always."""
     timeout_s: float = 45.0

@@ -25,7 +25,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.manifest import Split
 from data_pipeline.order import RowOrder
 from data_pipeline.packing import TokenRow
-from data_pipeline.preflight import REMEDY, PreparedData, process_name
+from data_pipeline.preflight import REMEDY, ROOM, PreparedData, process_name
 from data_pipeline.shards import COLUMN
 
 HASH = "xxh64"
@@ -112,8 +112,7 @@ class ShardCache:
         if cache_limit_bytes and cache_limit_bytes < 4 * largest:
             raise ValueError(
                 f"data.cache_limit_gib={cache_limit_bytes / 2**30:.3g} must hold four shards of "
-                f"{largest / 2**30:.3g} GiB; "
-                f"use data.cache_limit_gib={4 * largest / 2**30 * 1.05:.2g} or more, or 0 for no limit"
+                f"{largest / 2**30:.3g} GiB; use {4 * largest / 2**30 * 1.05:.2g} or more, or 0 for no limit"
             )
         for _ in range(FETCH_THREADS):  # daemons, so that a download that hangs cannot keep a failed process alive
             threading.Thread(target=self.serve_requests, daemon=True).start()
@@ -131,7 +130,9 @@ class ShardCache:
             except FileNotFoundError:  # evicted by another process since
                 self.futures.pop(number, None)
             except OSError as error:
-                raise DataError(f"{shard.file} cannot be read ({error.strerror})") from error
+                raise DataError(
+                    f"{shard.file} cannot be read ({error.strerror}); set data.cache_dir to a folder on a sound disk"
+                ) from error
         raise DataError(f"{shard.file} is evicted again and again before it is read; raise data.cache_limit_gib")
 
     def fetch_ahead(self, rows: Iterable[int]) -> None:
@@ -158,7 +159,8 @@ class ShardCache:
             self.request(number).result(timeout=self.timeout_s)
         except TimeoutError as error:
             raise DataError(
-                f"{self.shards[number].origin} did not arrive in data.timeout_s={self.timeout_s:g} seconds"
+                f"{self.shards[number].origin} did not arrive in data.timeout_s={self.timeout_s:g} seconds; "
+                "look at the connection to data.path, or raise data.timeout_s"
             ) from error
 
     def serve_requests(self) -> None:
@@ -217,10 +219,10 @@ class ShardCache:
         """Say whether the data or the cache disk failed, with the file's name."""
         if isinstance(error, FileNotFoundError) and error.filename == shard.origin:
             return f"{shard.origin} is missing; {REMEDY}"
-        where = error.filename or shard.file
+        where = error.filename2 or error.filename or shard.file  # the second is the target where a copy fails
         return (
             f"{where} failed ({error.strerror or error}) while {shard.origin} was brought into the cache folder "
-            f"{self.folder}"
+            f"{self.folder}; {ROOM}"
         )
 
     def is_sound(self, shard: Shard) -> bool:
@@ -276,7 +278,8 @@ class OrderCache:
             return np.load(file, mmap_mode="r")
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{file}, the order of epoch {epoch}, failed ({error}); make room in the run's cache folder"
+                f"{file}, the order of epoch {epoch}, failed ({error}); delete it, make room there, or set "
+                "data.cache_dir to a folder on another disk"
             ) from error
 
     def compute(self, epoch: int) -> None:

@@ -105,6 +105,12 @@ def plan_workers(config: DataConfig, ranks_per_node: int) -> WorkerPlan:
     return WorkerPlan(workers=workers, prefetch_batches=2 if config.prefetch_batches == -1 else config.prefetch_batches)
 
 
+def count_local_ranks(world_size: int) -> int:
+    """Return the ranks of a node as the launcher says; all of them where it does not, or where nodes are unequal."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    return world_size if world_size % local_ranks else local_ranks
+
+
 class FailureNote:
     """A file in the cache folder by which a rank tells the others of its start what went wrong."""
 
@@ -180,8 +186,10 @@ class Loader:
     def build_torch_loader(self) -> DataLoader[Any]:
         """A torch loader that begins with the batch after those handed out; its processes start at its first fetch."""
         self.batches.first = self.handed_out
-        workers = self.plan.workers
         self.batches.batches_ahead = 2 * self.plan.prefetch_batches
+        workers = self.plan.workers
+        # Forked, since a fresh interpreter would spend seconds on importing streaming; with a generator of its own,
+        # since each start would draw from the run's.
         return DataLoader(
             self.batches,
             batch_size=None,
@@ -189,12 +197,8 @@ class Loader:
             prefetch_factor=self.plan.prefetch_batches if workers else None,
             timeout=self.batches.config.timeout_s + 5.0 if workers else 0.0,
             collate_fn=keep_rows,
-            multiprocessing_context="fork"
-            if workers
-            else None,  # a fresh interpreter would spend seconds on importing streaming
-            generator=torch.Generator().manual_seed(
-                self.seed
-            ),  # else each start would draw from the run's own generator
+            multiprocessing_context="fork" if workers else None,
+            generator=torch.Generator().manual_seed(self.seed),
         )
 
     def fetch(self, incoming: Iterator[TokenRows | str]) -> Batch:
@@ -205,15 +209,17 @@ class Loader:
         try:
             received = next(incoming)
         except StopIteration:
-            location = self.batches.data.location
-            received = f"the loader ended after {self.handed_out} of {self.batches_per_pass} batches of {location}"
+            received = (
+                f"the loader ended after {self.handed_out} of {self.batches_per_pass} batches of "
+                f"{self.batches.data.location}; use data.workers=0 to see why"
+            )
         except (RuntimeError, OSError, EOFError) as error:
             if not self.plan.workers:
                 raise
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            location = self.batches.data.location
             received = (
-                f"a loader process of {location} died or did not answer ({reason}); use data.workers=0 to see why"
+                f"a loader process of {self.batches.data.location} died or did not answer ({reason}); "
+                "use data.workers=0 to see why"
             )
         if isinstance(received, str):
             self.note.write(received)
@@ -250,16 +256,15 @@ class Loader:
         for key in sorted({*before, *now}):
             if before.get(key) != now.get(key):
                 raise ValueError(
-                    f"{key}={now.get(key)} must equal {key}={before.get(key)} of the checkpoint, or samples would "
-                    "be lost or "
-                    f"repeated; restore {key} or begin a new run"
+                    f"{key}={now.get(key)} must equal {key}={before.get(key)} of the checkpoint, or samples would be "
+                    f"lost or repeated; restore {key} or begin a new run"
                 )
-        unit = self.batches.grid.unit_rows
+        grid = self.batches.grid
+        unit = grid.unit_rows
         rows = int(state["rows_in_epoch"])
         check(
-            rows % unit == 0 or not self.batches.grid.endless,
-            f"train.micro_batch_rows={self.batches.grid.micro_batch_rows} times world size "
-            f"{self.batches.grid.world_size}",
+            rows % unit == 0 or not grid.endless,
+            f"train.micro_batch_rows={grid.micro_batch_rows} times world size {grid.world_size}",
             f"divide the {rows} rows of the epoch that the checkpoint was saved after",
             "save at the end of a step, or use a smaller train.micro_batch_rows",
         )
@@ -315,8 +320,7 @@ def build_loader(
     every rank alike.
     """
     cache_dir = Path(cache_dir)
-    local_ranks = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    local_ranks = world_size if world_size % local_ranks else local_ranks
+    local_ranks = ranks_per_node or count_local_ranks(world_size)
     plan = plan_workers(config, local_ranks)
     data = open_prepared_data(config.path, split, cache_dir=cache_dir, verify=config.verify, timeout_s=config.timeout_s)
     check_row_tokens(data.manifest, config.row_tokens)

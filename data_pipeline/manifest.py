@@ -103,7 +103,7 @@ def read_manifest(file: Path) -> Manifest:
     except FileNotFoundError as error:
         raise DataError(f"{file} is missing; data.path must be a folder that `prism prepare` finished") from error
     except OSError as error:
-        raise DataError(f"{file} cannot be read ({error.strerror})") from error
+        raise DataError(f"{file} cannot be read ({error.strerror}); look at its permissions and its disk") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{file} is damaged ({error}); copy the prepared folder again or prepare it anew") from error
     if manifest.fingerprint != fingerprint:

@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from data_pipeline.config import Verify
 from data_pipeline.errors import DataError
 from data_pipeline.manifest import (
     MANIFEST_NAME,
@@ -20,9 +20,9 @@ from data_pipeline.manifest import (
 )
 from data_pipeline.tokenizer import load_tokenizer
 
-Verify = Literal["auto", "sizes", "hashes"]
 AUTO_HASH_BYTES = 256 << 20
 REMEDY = "copy that file again or prepare the data anew"
+ROOM = "make room there, or set data.cache_dir to a folder on another disk"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def make_cache_folder(cache_dir: Path) -> None:
 
 def describe_cache_error(error: OSError, folder: Path) -> str:
     """Say which cache folder failed and why."""
-    return f"the cache folder {folder} cannot be written ({error.strerror}); make room there or choose another disk"
+    return f"the cache folder {folder} cannot be written ({error.strerror}); {ROOM}"
 
 
 def check_free_space(data: PreparedData, shard_bytes: int) -> None:
@@ -97,8 +97,7 @@ def check_free_space(data: PreparedData, shard_bytes: int) -> None:
     if free_bytes < 2 * shard_bytes:
         raise DataError(
             f"the cache folder {data.cache} has {free_bytes / 2**20:.1f} MiB free and needs "
-            f"{2 * shard_bytes / 2**20:.1f} MiB; "
-            "make room there or choose another disk"
+            f"{2 * shard_bytes / 2**20:.1f} MiB; {ROOM}"
         )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,12 @@ from data_pipeline.manifest import (
 from data_pipeline.packing import row_dtype
 from data_pipeline.shards import ShardFormat, join_parts, read_part_record, write_part
 from data_pipeline.sources import InputFile, list_input_files, read_documents
-from data_pipeline.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from data_pipeline.tokenizer import Tokenizer, check_gives_text_back, load_tokenizer, train_tokenizer
 
 Report = Callable[[str], None]
 SETTINGS_NAME = "settings.json"
 MIB = 1 << 20
+TAKEN_SAMPLE_MIB = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,10 @@ def settle_tokenizer(config: PrepareConfig, files: list[InputFile], output: Path
     target = output / TOKENIZER_NAME
     if not target.exists():
         if config.tokenizer:
-            model = load_tokenizer(config.tokenizer).model
+            taken = load_tokenizer(config.tokenizer)
+            sample = sample_texts(replace(config, tokenizer_sample_mib=TAKEN_SAMPLE_MIB), files)
+            check_gives_text_back(taken, sample, name=config.tokenizer)
+            model = taken.model
         else:
             report(f"training a tokenizer of {config.vocab_size} pieces on up to {config.tokenizer_sample_mib} MiB")
             model = train_tokenizer(sample_texts(config, files), vocab_size=config.vocab_size)
@@ -156,11 +160,13 @@ def group_files(files: list[InputFile], part_bytes: float) -> list[tuple[InputFi
     """Cut the sorted files into consecutive parts that end once they reach `part_bytes`."""
     parts: list[tuple[InputFile, ...]] = []
     current: list[InputFile] = []
+    current_bytes = 0
     for file in files:
         current.append(file)
-        if sum(member.bytes for member in current) >= part_bytes:
+        current_bytes += file.bytes
+        if current_bytes >= part_bytes:
             parts.append(tuple(current))
-            current = []
+            current, current_bytes = [], 0
     return [*parts, tuple(current)] if current else parts
 
 

@@ -17,7 +17,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.manifest import SourceSplit, StoredFile, hash_file, replace_file
 from data_pipeline.packing import RowPacker, TokenRow, row_dtype
 from data_pipeline.sources import Document
-from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.tokenizer import SPACE_MARK, Tokenizer
 
 COLUMN = "tokens"
 SHARD_HASHES = ["sha256", "xxh64"]
@@ -65,12 +65,23 @@ class StreamWriter:
         self.count = Count()
 
     def add(self, text: str) -> None:
-        """Tokenise and pack one document."""
+        """Tokenise and pack one document. Raises DataError when its tokens stand for other text."""
         pieces = self.tokenizer.encode(text)
+        self.check_bytes(text, pieces)
         self.count.documents += 1
         self.count.tokens += len(pieces) + 2
         self.count.text_bytes += len(text.encode())
         self.write(self.packer.add(pieces))
+
+    def check_bytes(self, text: str, pieces: list[int]) -> None:
+        """Raise DataError when the pieces do not stand for as many bytes as the text has; a space mark is a space."""
+        expected = len(text.replace(SPACE_MARK, " ").encode())
+        if int(self.tokenizer.token_bytes_V[pieces].sum()) != expected:
+            difference = self.tokenizer.explain_difference(text) or f"its {expected} bytes do not add up"
+            raise DataError(
+                f"the tokenizer changes the document that begins {text[:40]!r}: {difference}; "
+                "leave tokenizer out to train one that does not, and choose another output"
+            )
 
     def write(self, rows: list[TokenRow]) -> None:
         """Hand complete rows to the shard writer."""

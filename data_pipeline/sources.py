@@ -17,6 +17,7 @@ from data_pipeline.manifest import SPLITS, Split
 
 READ_BYTES = 1 << 20
 RECORD_PATTERNS = ("*.jsonl", "*.jsonl.zst")
+UNREADABLE = "look at its permissions and its disk, or leave it out of the inputs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ def read_plain_text(file: InputFile, config: PrepareConfig) -> Iterator[tuple[st
     except UnicodeDecodeError as error:
         raise DataError(f"{file.path} is not UTF-8 at byte {error.start}; convert it or leave it out") from error
     except OSError as error:
-        raise DataError(f"{file.path} cannot be read ({error.strerror})") from error
+        raise DataError(f"{file.path} cannot be read ({error.strerror}); {UNREADABLE}") from error
     match config.text_document:
         case "file":
             texts = [text]
@@ -175,7 +176,7 @@ def read_chunks(path: Path) -> Iterator[bytes]:
             raw = iter(lambda: stream.read(READ_BYTES), b"")
             yield from decompress_frames(raw, path) if path.suffix == ".zst" else raw
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror})") from error
+        raise DataError(f"{path} cannot be read ({error.strerror}); {UNREADABLE}") from error
 
 
 def decompress_frames(raw: Iterator[bytes], path: Path) -> Iterator[bytes]:

@@ -9,6 +9,7 @@ import hashlib
 import io
 import re
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from data_pipeline.errors import DataError
 
 SPACE_MARK = "\u2581"
+PROBE = "  Two  spaces,\ta tab \n\n a ﬁne naïve cafe\u0301 № ½ \uff21 東京 \u0000 🙂 "
 MAX_SENTENCE_BYTES = 4000
 
 
@@ -43,6 +45,24 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the pieces of `text`, without BOS and EOS."""
         return self.processor.encode(text, out_type=int)
+
+    def explain_difference(self, text: str) -> str | None:
+        """Say how the pieces of `text` differ from it, or None where they stand for it byte by byte."""
+        text = text.replace(SPACE_MARK, " ")
+        pieces = self.encode(text)
+        decoded = self.decode(pieces)
+        if decoded != text:
+            place = next((at for at, (a, b) in enumerate(zip(text, decoded, strict=False)) if a != b), len(decoded))
+            return f"{text[place : place + 12]!r} comes back as {decoded[place : place + 12]!r}"
+        piece_bytes, text_bytes = int(self.token_bytes_V[pieces].sum()), len(text.encode())
+        if piece_bytes != text_bytes:
+            return f"the pieces of {text[:12]!r}... stand for {piece_bytes} bytes instead of {text_bytes}"
+        return None
+
+    @cached_property
+    def token_bytes_V(self) -> NDArray[np.int64]:
+        """compute_token_bytes of this tokenizer, computed once."""
+        return compute_token_bytes(self)
 
     def decode(self, pieces: list[int]) -> str:
         """Return the text of `pieces`; control pieces (BOS, EOS) stand for nothing."""
@@ -121,6 +141,18 @@ def iterate_sentences(texts: Iterable[str]) -> Iterator[str]:
         for line in text.splitlines():
             for begin in range(0, len(line), MAX_SENTENCE_BYTES // 4):
                 yield line[begin : begin + MAX_SENTENCE_BYTES // 4]
+
+
+def check_gives_text_back(tokenizer: Tokenizer, texts: Iterable[str], *, name: str) -> None:
+    """Raise ValueError when the tokenizer from file `name` changes one of the texts, or text of rare characters."""
+    for text in (PROBE, *texts):
+        difference = tokenizer.explain_difference(text)
+        if difference is not None:
+            raise ValueError(
+                f"tokenizer={name} must stand for its text byte by byte, or bits per byte would be wrong, but "
+                f"{difference}; leave tokenizer out to train one, or train yours with byte_fallback=true, "
+                "normalization_rule_name=identity, remove_extra_whitespaces=false and add_dummy_prefix=false"
+            )
 
 
 def compute_token_bytes(tokenizer: Tokenizer) -> NDArray[np.int64]:

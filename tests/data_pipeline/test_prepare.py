@@ -1,6 +1,7 @@
 """Preparation: nothing lost, nothing done twice, killed or not, in any number of processes."""
 
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import zstandard
+from sentencepiece import SentencePieceTrainer
 
 from data_pipeline.config import PrepareConfig
 from data_pipeline.dataset import ShardCache
@@ -238,7 +240,8 @@ def hold_folder(folder: Path, held: Any, ended: Any) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bad_input_file_ends_the_run_with_its_name(tmp_path, workers) -> None:
+def test_a_bad_input_file_ends_the_run_with_its_name(tmp_path, monkeypatch, workers) -> None:
+    monkeypatch.setattr("data_pipeline.prepare.sample_texts", lambda config, files: [])  # it would meet the file first
     root = write_slimpajama(tmp_path / "raw", files=4, documents=6)
     file = sorted(root.rglob("*.zst"))[2]
     file.write_bytes(file.read_bytes()[:-4])
@@ -260,6 +263,55 @@ def test_a_given_tokenizer_is_taken_and_copied(slimpajama, tmp_path) -> None:
     manifest, _ = prepare(make_config(slimpajama, tmp_path / "data", tokenizer=str(given)))
     assert manifest.vocab_size == 400
     assert (tmp_path / "data" / "tokenizer.model").read_bytes() == given.read_bytes()
+
+
+def train_unfit(**settings: Any) -> bytes:
+    """A model trained with SentencePiece's own defaults where `settings` do not say otherwise."""
+    model = io.BytesIO()
+    sentences = [line for seed in range(40) for line in generate_text(seed).splitlines()]
+    keys = {"model_type": "bpe", "vocab_size": 400, "minloglevel": 2, **settings}
+    SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_writer=model, **keys)
+    return model.getvalue()
+
+
+EXACT = {"byte_fallback": True, "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "difference"),
+    [
+        ({}, "comes back as"),
+        (EXACT, "instead of"),  # the dummy prefix: a space more than the text has
+        ({**EXACT, "add_dummy_prefix": False, "byte_fallback": False}, "comes back as"),
+        ({**EXACT, "add_dummy_prefix": False, "normalization_rule_name": "nmt_nfkc"}, "comes back as"),
+    ],
+)
+def test_a_given_tokenizer_that_changes_text_is_refused_before_anything_is_written(
+    slimpajama, tmp_path, settings, difference
+) -> None:
+    given = tmp_path / "given.model"
+    given.write_bytes(train_unfit(**settings))
+    message = f"tokenizer={given} must stand for its text byte by byte.*{difference}.*leave tokenizer out to train one"
+    with pytest.raises(ValueError, match=message):
+        prepare(make_config(slimpajama, tmp_path / "data", tokenizer=str(given)))
+    assert not list((tmp_path / "data").rglob("*.mds*"))
+
+
+def test_a_document_whose_tokens_stand_for_other_text_is_refused_when_it_is_met(tmp_path, monkeypatch) -> None:
+    (tmp_path / "a.txt").write_text("\n".join([*(generate_text(seed) for seed in range(4)), "rare: \u6771"]))
+    given = tmp_path / "given.model"
+    given.write_bytes(train_unfit(**{**EXACT, "add_dummy_prefix": False, "byte_fallback": False}))
+    monkeypatch.setattr("data_pipeline.prepare.check_gives_text_back", lambda tokenizer, texts, name: None)
+    keys: dict[str, Any] = {"text_document": "line", "row_tokens": 8, "workers": 1, "tokenizer": str(given)}
+    with pytest.raises(DataError, match=r"changes the document that begins 'rare: \u6771': .* comes back as"):
+        prepare(PrepareConfig(output=str(tmp_path / "data"), inputs={"a": str(tmp_path / "a.txt")}, **keys))
+
+
+def test_sentencepieces_own_mark_in_a_text_is_read_as_the_space_it_stands_for(tmp_path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(f"{generate_text(seed)} a\u2581b" for seed in range(40)))
+    keys: dict[str, Any] = {"text_document": "line", "row_tokens": 8, "workers": 1, "vocab_size": 400}
+    manifest, _ = prepare(PrepareConfig(output=str(tmp_path / "data"), inputs={"a": str(tmp_path / "a.txt")}, **keys))
+    assert manifest.splits["train"]["a"].documents > 30
 
 
 def test_uncompressed_shards_are_written_and_verified_too(slimpajama, tmp_path) -> None:
