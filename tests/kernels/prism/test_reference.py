@@ -1,5 +1,7 @@
 """The loop against formulas written anew, with explicit matrices and other algorithms."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,16 +12,20 @@ from tests.kernels.prism.cases import build_case
 
 
 def run_gated_delta_net(query, key, value, step_size, log_decay, starts, state):
-    """S_t = alpha S_{t-1} (I - b k k^T) + b v k^T and o_t = S_t q_t K^(-1/2), one head of one row at a time."""
+    """S_t = alpha S_{t-1} (I - b k k^T) + b v k^T and o_t = S_t q_t K^(-1/2), one head of one row at a time.
+
+    Returns the outputs and the state after every token.
+    """
     T, K = key.shape
-    outputs = []
+    outputs, states = [], []
     for t in range(T):
         state = torch.zeros_like(state) if starts[t] else state
         k = key[t].reshape(K, 1)
         kept = log_decay[t].exp() * state @ (torch.eye(K, dtype=torch.float64) - step_size[t] * k @ k.T)
         state = kept + step_size[t] * value[t].reshape(-1, 1) @ k.T
         outputs.append(state @ query[t] / K**0.5)
-    return torch.stack(outputs), state
+        states.append(state)
+    return torch.stack(outputs), torch.stack(states)
 
 
 @pytest.mark.parametrize("L", [0, 1])
@@ -37,7 +43,7 @@ def test_ranks_zero_and_one_are_gated_delta_net(L):
                 query[at], key[:, :, 0][at], value[at], step_size[:, :, 0][at], log_decay[at],
                 case.document_start[row], case.entry_state[row, head],
             )  # fmt: skip
-            assert_relative_error_below(1e-12, out=(out[at], expected[0]), final=(final[row, head], expected[1]))
+            assert_relative_error_below(1e-12, out=(out[at], expected[0]), final=(final[row, head], expected[1][-1]))
 
 
 @pytest.mark.parametrize("L", [0, 1, 2, 3, 4])
@@ -47,32 +53,47 @@ def test_one_token_writes_a_matrix_of_rank_max_of_l_and_one(L):
     assert (torch.linalg.matrix_rank(written_BHVK) == max(L, 1)).all()
 
 
-@pytest.mark.parametrize("L", [2, 3, 4])
-def test_rank_l_is_rank_one_on_l_times_as_many_tokens(L):
-    """A pure write is a token without decay whose step size 2^-50 forgets nothing and whose value is scaled by 2^50."""
-    case = build_case(L, 40)
+TINY_STEP = 2.0**-30
+
+
+def cut_in_sub_tokens(case):
+    """A token of L writes as L tokens of one: key, value, step size, log decay and start, each (B, T L, ...).
+
+    The first decays, forgets and writes; the others are pure writes of d_l: no decay, a step size that forgets next to
+    nothing, and a value as much larger. Both are powers of two, so that what is written is exactly b_l d_l.
+    """
     query, key, residual, gain, step_size, log_decay = case.tensors
-    tiny, (B, T, H, K), V = 2.0**-50, query.shape, residual.shape[-1]
+    (B, T, H, _), L = query.shape, key.shape[2]
     values, rest = [], residual
     for step in range(L):
         write = F.gelu(gain[:, :, step] * rest)
         rest = rest - write
-        values.append(write if step == 0 else write * step_size[:, :, step, :, None] / tiny)
-    sub_step = torch.full((B, T, L, H), tiny, dtype=torch.float64)
-    sub_step[:, :, 0] = step_size[:, :, 0]
-    sub_decay = torch.zeros(B, T, L, H, dtype=torch.float64)
-    sub_decay[:, :, 0] = log_decay
-    sub_start = torch.zeros(B, T, L, dtype=torch.bool)
-    sub_start[:, :, 0] = case.document_start
+        values.append(write if step == 0 else write * step_size[:, :, step, :, None] / TINY_STEP)
+    later = query.new_zeros(B, T, L - 1, H)
+    sub_step_size = torch.cat([step_size[:, :, :1], later + TINY_STEP], dim=2)
+    sub_log_decay = torch.cat([log_decay[:, :, None], later], dim=2)
+    sub_start = F.pad(case.document_start[:, :, None], (0, L - 1))
+    return [x.flatten(1, 2) for x in (key, torch.stack(values, 2), sub_step_size, sub_log_decay, sub_start)]
+
+
+@pytest.mark.parametrize("L", [2, 3, 4])
+def test_rank_l_is_rank_one_on_l_times_as_many_tokens(L):
+    """Against explicit matrices of rank 1. Each of the T (L - 1) pure writes also forgets TINY_STEP of the state along
+    one key, and no later step enlarges a difference: S is off by at most T (L - 1) TINY_STEP times the largest S."""
+    case, T = build_case(L, 40), 40
+    query, key = case.tensors[0].repeat_interleave(L, 1), case.tensors[1]
+    sub_tokens = cut_in_sub_tokens(case)
     out, final = prism_scan_reference(
-        query.repeat_interleave(L, 1), key.reshape(B, T * L, 1, H, K), torch.stack(values, 2).reshape(B, T * L, H, V),
-        None, sub_step.reshape(B, T * L, 1, H), sub_decay.reshape(B, T * L, H),
-        entry_state_BHVK=case.entry_state, document_start_BT=sub_start.reshape(B, T * L),
-    )  # fmt: skip
-    expected = prism_scan_reference(
         *case.tensors, entry_state_BHVK=case.entry_state, document_start_BT=case.document_start
     )
-    assert_relative_error_below(1e-12, out=(out[:, L - 1 :: L], expected[0]), final=(final, expected[1]))
+    for row, head in itertools.product(range(2), range(2)):
+        *tensors, starts = [x[row] if x.dim() == 2 else x[row, :, head] for x in sub_tokens]
+        expected, states = run_gated_delta_net(query[row, :, head], *tensors, starts, case.entry_state[row, head])
+        largest = max(states.norm(dim=(1, 2)).max(), case.entry_state[row, head].norm())
+        limit = T * (L - 1) * TINY_STEP * largest
+        assert (final[row, head] - states[-1]).norm() <= limit
+        read_limit_T = limit * case.tensors[0][row, :, head].norm(dim=-1) / key.shape[-1] ** 0.5
+        assert ((out[row, :, head] - expected[L - 1 :: L]).norm(dim=-1) <= read_limit_T).all()
 
 
 def test_identity_activation_with_unit_gain_writes_once():
