@@ -57,7 +57,7 @@ def _legend(row_tokens: int) -> list[str]:
         f"FLOPs/token: training, forward and backward, in rows of {row_tokens:,} tokens, nothing recomputed.",
         f"state MiB: what one row needs to go on after {row_tokens:,} tokens; of a -transformer it grows with them.",
         "optim GiB: AdamW's two moments and fp32 master weights for bf16 training, over all ranks.",
-        "train GiB: the same with weights and gradients; activations come on top.",
+        "train GiB: the same with weights and fp32 gradients; activations come on top.",
     ]
 
 

@@ -11,6 +11,7 @@ from prism_lm.model.config import Mixer, ModelConfig
 
 Precision = Literal["fp32", "bf16"]
 STATE_ELEMENT_BYTES = 4
+GRADIENT_BYTES = 4
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -46,17 +47,18 @@ def optimizer_bytes(config: ModelConfig, *, precision: Precision = "bf16") -> in
 
 
 def training_bytes(config: ModelConfig, *, precision: Precision = "bf16") -> int:
-    """Bytes over all ranks of weights, gradients and optimizer, without activations."""
-    bytes_each = {"fp32": 4, "bf16": 2}[precision]
-    return 2 * bytes_each * count_parameters(config) + optimizer_bytes(config, precision=precision)
+    """Bytes over all ranks of weights, gradients and optimizer, without activations. Gradients are summed and kept in
+    fp32 whatever the precision of the weights."""
+    weight_bytes = {"fp32": 4, "bf16": 2}[precision]
+    return (weight_bytes + GRADIENT_BYTES) * count_parameters(config) + optimizer_bytes(config, precision=precision)
 
 
 def scan_flops_per_token(config: ModelConfig, mixer: Mixer, row_tokens: int) -> int:
     """Forward and backward FLOPs a token of the chunk form's matrix products, all heads of one layer.
 
     Forward: four C x C products (two with keys, two with values) and three with the state; each written pair from the
-    second on adds two of each width and one with the state. Backward: every product twice, but the one with the
-    triangular inverse once, as the inverse's own gradient is never formed.
+    second on adds two of each width and one with the state. Backward: every product twice, but k k^T once, as one
+    product (X + X^T) k is the gradient of both its operands.
     """
     chunk = min(config.chunk_tokens, row_tokens)
     key, value = config.key_width, config.value_width
@@ -64,7 +66,7 @@ def scan_flops_per_token(config: ModelConfig, mixer: Mixer, row_tokens: int) -> 
     square = 2 * chunk * (key + value)
     with_state = 2 * key * value
     forward = 2 * square + 3 * with_state + extra * (2 * square + with_state)
-    return config.num_heads * (3 * forward - 2 * chunk * value)
+    return config.num_heads * (3 * forward - 2 * chunk * key)
 
 
 def _block_flops(config: ModelConfig, mixer: Mixer, row_tokens: int) -> int:
