@@ -6,8 +6,9 @@ Importing this file loads no torch, so that help texts stay fast. Named sizes ar
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from kernels.prism.activation import Activation
+
 Mixer = Literal["prism", "gated_delta", "attention"]
-SolverActivation = Literal["gelu", "identity"]
 Anchor = Literal["shortconv", "none"]
 Gain = Literal["learned", "constant"]
 Decay = Literal["gated_delta", "sigmoid"]
@@ -47,7 +48,7 @@ class ModelConfig:
     solver_rank: int = 128
     """Inner rank r of the solver's projections D -> r -> D (gains, and keys from the second on); below model_width.
     0: full rank."""
-    solver_activation: SolverActivation = "gelu"
+    solver_activation: Activation = "gelu"
     "Function in the solver's loop d = f(p * r); identity makes the loop linear (an ablation)."
     anchor: Anchor = "shortconv"
     "Where PRISM's projections read: shortconv, u = SiLU(ShortConv(x)); none, u = x, no convolution and no SiLU."
@@ -86,7 +87,7 @@ class ModelConfig:
 
 
 def _check_choices(config: ModelConfig) -> None:
-    choices = (("mixer", Mixer), ("solver_activation", SolverActivation), ("anchor", Anchor), ("gain", Gain))
+    choices = (("mixer", Mixer), ("solver_activation", Activation), ("anchor", Anchor), ("gain", Gain))
     for name, literal in (*choices, ("decay", Decay)):
         _check_choice(f"model.{name}", getattr(config, name), get_args(literal))
     for mixer in config.layer_pattern:

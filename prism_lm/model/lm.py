@@ -7,13 +7,14 @@ starts by answering every token with itself, at a logit of sqrt(D).
 Dims: B batch, T tokens, D model width, V vocabulary.
 """
 
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from kernels.linear_cross_entropy.chunked import linear_cross_entropy
+from kernels.linear_cross_entropy.reference import Reduction
 from kernels.prism.chunk_reference import prism_scan_chunked
 from prism_lm.model.block import Block
 from prism_lm.model.config import ModelConfig
@@ -22,7 +23,6 @@ from prism_lm.model.init import initialise
 from prism_lm.model.scan import Scan
 
 IGNORED_LABEL = -100
-Reduction = Literal["sum", "none"]
 
 
 class LanguageHead(nn.Module):
@@ -87,7 +87,10 @@ class LanguageModel(nn.Module):
 
         input_ids_BT and labels_BT int64 below vocab_size; document_start_BT bool, true at a document's first token.
         """
-        hidden_BTD, _ = self._run_blocks(input_ids_BT, document_start_BT, None)
+        hidden_BTD = self._embed(input_ids_BT)
+        for block in self.blocks:
+            # A state that is kept, even until the next layer returns, is memory that checkpointing gave up.
+            hidden_BTD = block(hidden_BTD, document_start_BT, None)[0]
         return self.head(self.final_norm(hidden_BTD), labels_BT, reduction)
 
     def logits(
@@ -102,21 +105,18 @@ class LanguageModel(nn.Module):
 
         last_only: of the last token alone, so T = 1.
         """
-        hidden_BTD, new_state = self._run_blocks(input_ids_BT, document_start_BT, state)
-        if last_only:
-            hidden_BTD = hidden_BTD[:, -1:]
-        return self.head(self.final_norm(hidden_BTD)), new_state
-
-    def _run_blocks(
-        self, input_ids_BT: Tensor, document_start_BT: Tensor | None, state: DecodeState | None
-    ) -> tuple[Tensor, DecodeState]:
-        hidden_BTD = self.embedding(input_ids_BT) * self.embedding_scale
+        hidden_BTD = self._embed(input_ids_BT)
         states = [None] * len(self.blocks) if state is None else state.layers
         new_states = []
         for block, layer_state in zip(self.blocks, states, strict=True):
             hidden_BTD, new_state = block(hidden_BTD, document_start_BT, layer_state)
             new_states.append(new_state)
-        return hidden_BTD, DecodeState(layers=tuple(new_states))
+        if last_only:
+            hidden_BTD = hidden_BTD[:, -1:]
+        return self.head(self.final_norm(hidden_BTD)), DecodeState(layers=tuple(new_states))
+
+    def _embed(self, input_ids_BT: Tensor) -> Tensor:
+        return self.embedding(input_ids_BT) * self.embedding_scale
 
 
 def build_model(

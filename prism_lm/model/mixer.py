@@ -1,8 +1,9 @@
 """The PRISM mixer (arXiv 2602.10796, algorithm 1): an anchor, a solver of L steps, one exact scan.
 
-From the normed input x, per token: u = SiLU(ShortConv(x)); q, v, decay, keys, gains and step sizes are projections of
-u; r1 = v - u; the scan runs the loop d_l = f(p_l r_l), r_{l+1} = r_l - d_l and writes every d_l. The output gate
-reads x, as in Gated DeltaNet: SiLU has already squashed the negative half of u.
+From the normed input x, per token: u = SiLU(ShortConv(x)) (eq. 9); q, v, decay, keys, gains and step sizes are
+projections of u (eq. 11 to 13); r1 = v - u (eq. 14); the scan runs the loop d_l = f(p_l r_l), r_{l+1} = r_l - d_l
+(eq. 15, 16) and writes every d_l (eq. 17, 18). The output gate reads x, as in Gated DeltaNet: SiLU has already
+squashed the negative half of u.
 Dims: B batch, T tokens, H heads, K key width, V value width, L solver steps, M written pairs, D model width.
 """
 
@@ -34,7 +35,8 @@ class SolverProjection(nn.Module):
 
 
 class Keys(nn.Module):
-    """The M write keys of norm 1: the first from a full projection, the others from the solver's: u_BTD -> BTMHK."""
+    """The M write keys of norm 1 (eq. 12), the first from a full projection, the others from the solver's:
+    u_BTD -> key_BTMHK."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -53,7 +55,7 @@ class Keys(nn.Module):
 
 
 class Gains(nn.Module):
-    """The solver's gains p, learned or all ones: u_BTD -> gain_BTLHV."""
+    """The solver's gains p (eq. 13), learned or all ones: u_BTD -> gain_BTLHV."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -72,7 +74,7 @@ class Gains(nn.Module):
 
 
 class FirstResidual(nn.Module):
-    """r1 = v - u, with u cut in heads where the widths agree and projected where they do not: BTD, BTHV -> BTHV."""
+    """r1 = v - u (eq. 14), u cut in heads where the widths agree and projected where not: BTD, BTHV -> BTHV."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

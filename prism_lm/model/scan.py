@@ -3,13 +3,12 @@
 Dims: B batch, T tokens, H heads, K key width, V value width, L solver steps, M written pairs = max(L, 1).
 """
 
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from kernels.prism.activation import Activation
 from kernels.prism.step import prism_step
-
-Activation = Literal["gelu", "identity"]
 
 
 class Scan(Protocol):
@@ -33,8 +32,9 @@ class Scan(Protocol):
 
 
 class ScanInputs(NamedTuple):
-    """What a mixer reads off its input for every token. Keys have norm 1 at most; step sizes are in [0, 1]; log
-    decays are at most 0, fp32 or wider. No gains: the residual itself is written (L = 0)."""
+    """What a mixer reads off its input for every token (arXiv 2602.10796, eq. 11 to 14 and 18). Keys have norm 1 at
+    most; step sizes are in [0, 1] and log decays finite and at most 0, both fp32 or wider. No gains: the residual
+    itself is written (L = 0)."""
 
     query_BTHK: Tensor
     key_BTMHK: Tensor
@@ -51,7 +51,8 @@ class ScanInputs(NamedTuple):
 
 
 class ScanRunner:
-    """A scan with its settings. A single token from a known state takes the step, anything else the chunk form."""
+    """A scan (eq. 15 to 18) with its settings. A single token from a known state takes the step, anything else the
+    chunk form."""
 
     def __init__(self, scan: Scan, *, activation: Activation, chunk_tokens: int) -> None:
         self.scan, self.chunk_tokens = scan, chunk_tokens

@@ -151,6 +151,41 @@ def test_decay_of_a_bf16_model_is_fp32(decay):
     assert log_decay_BTH.dtype == torch.float32 and log_decay_BTH.max() <= 0
 
 
+def test_step_sizes_of_a_bf16_model_are_not_rounded_to_one():
+    """In bf16 the sigmoid of 7 is 1: a write that forgets all it overwrites, with no gradient back."""
+    step_sizes = _build_mixer(SMALL).to(torch.bfloat16).step_sizes
+    logit_BTD = torch.full((1, 1, SMALL.model_width), 7 / SMALL.model_width, dtype=torch.bfloat16)
+    torch.nn.init.ones_(step_sizes.projection.weight)
+    step_size_BTMH = step_sizes(logit_BTD)
+    assert step_size_BTMH.dtype == torch.float32 and step_size_BTMH.max() < 1
+    assert torch.allclose(step_size_BTMH, torch.tensor(7.0).sigmoid(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("decay", ["gated_delta", "sigmoid"])
+def test_log_decay_is_finite_for_the_largest_projections_of_its_dtype(decay, dtype):
+    """The scan takes differences of log decays; an infinite one would be NaN in all that follows."""
+    layer, largest = _build_mixer(replace(SMALL, decay=decay)).decay.to(dtype), torch.finfo(dtype).max
+    layer.projection = torch.nn.Identity()
+    logits = torch.tensor([[largest, -largest], [torch.inf, -torch.inf], [0.0, 1e4]], dtype=dtype, requires_grad=True)
+    log_decay = layer(logits)
+    log_decay.sum().backward()
+    assert log_decay.isfinite().all() and log_decay.max() <= 0 and logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("decay", ["gated_delta", "sigmoid"])
+def test_bound_on_the_log_decay_changes_no_alpha(decay):
+    """Down to alphas that fp64 can hold, the least of which is above e^-746."""
+    layer = _build_mixer(replace(SMALL, decay=decay)).decay
+    layer.projection = torch.nn.Identity()
+    logits = torch.linspace(-2000, 2000, 4001, dtype=torch.float64)[:, None].expand(-1, SMALL.num_heads)
+    if decay == "sigmoid":
+        expected = functional.logsigmoid(logits)
+    else:
+        expected = -layer.A_log.exp() * functional.softplus(logits + layer.dt_bias)
+    assert torch.equal(layer(logits).exp(), expected.exp())
+
+
 def test_state_carries_no_gradient():
     x_BTD, start_BT = _inputs()
     _, state = _build_mixer(SMALL)(x_BTD, start_BT, None)
