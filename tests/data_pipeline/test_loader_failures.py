@@ -1,11 +1,11 @@
-"""What breaks in mid-run ends the run on every rank with one error that names the file, soon, and with an exit code."""
+"""What breaks in mid-run is raised by the loader, soon, as one error that names the file; whole runs are ended in
+test_failures_in_training.py."""
 
 import itertools
 import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import DataError
 from data_pipeline.loader import Loader, build_loader
-from tests.data_pipeline.disks import fill, full_disk, make_read_only
+from tests.data_pipeline.disks import REFUSALS, fill, full_disk, make_read_only
 from tests.data_pipeline.test_preflight import flip, truncate
 
 LIMIT_S = 60.0
@@ -34,76 +33,37 @@ def load(folder: Path, cache_dir: Path, workers: int, **keys: Any) -> Loader:
     return build_loader(config, split="train", seed=7, cache_dir=cache_dir, endless=True, **keys)
 
 
-def read_like_a_trainer(loader: Loader, pipe: Connection, world_size: int) -> None:
-    """Read for ever, in step with the other ranks, which agree each step whether one of them failed."""
-    batches = iter(loader)
-    message = ""
-    for step in itertools.count():
-        try:
-            next(batches)
-        except DataError as error:
-            message = str(error)
-        failed = torch.tensor([bool(message)], dtype=torch.int32)
-        if world_size > 1:
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if failed.item():
-            raise DataError(message or loader.failure() or "another rank failed")
-        if step == 0:
-            pipe.send("reading")
-            assert pipe.recv() == "go on"
-
-
-def run_rank(pipe: Connection, port: int, folder: Path, cache: Path, workers: int, rank: int, world_size: int) -> None:
-    """Body of a rank: a process group as the trainer has it, a loader, and an exit code."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
-    if world_size > 1:
-        dist.init_process_group("gloo")
+def read_for_ever(pipe: Connection, folder: Path, cache: Path, workers: int) -> None:
+    """Body of a reading process: says when its first batch is there, waits to go on, and says how it ended."""
     try:
-        loader = load(folder, cache, workers, rank=rank, world_size=world_size)
-        read_like_a_trainer(loader, pipe, world_size)
+        for step, _ in enumerate(load(folder, cache, workers)):
+            if step == 0:
+                pipe.send("reading")
+                assert pipe.recv() == "go on"
     except DataError as error:
         pipe.send(str(error))
-        raise SystemExit(1) from error
 
 
-def fail_in_mid_run(folder: Path, cache: Path, workers: int, world_size: int, harm: Callable[[int], None]) -> list[str]:
-    """Start the ranks, harm them after their first batch (called with each process id), and return each one's error."""
-    port = find_free_port()
-    pipes = [FORK.Pipe() for _ in range(world_size)]
-    processes = [
-        FORK.Process(target=run_rank, args=(pipes[rank][1], port, folder, cache, workers, rank, world_size))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
+def fail_in_mid_run(folder: Path, cache: Path, workers: int, harm: Callable[[], None]) -> str:
+    """Start to read, do the harm after the first batch, and return the error."""
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=read_for_ever, args=(theirs, folder, cache, workers))
+    process.start()
     try:
-        assert [receive(ours) for ours, _ in pipes] == ["reading"] * world_size
-        for process in processes:
-            assert process.pid is not None
-            harm(process.pid)
-        begin_s = time.monotonic()
-        for ours, _ in pipes:
-            ours.send("go on")
-        messages = [receive(ours) for ours, _ in pipes]
-        for process in processes:
-            process.join(LIMIT_S - (time.monotonic() - begin_s))
-        assert [process.exitcode for process in processes] == [1] * world_size
-        return messages
+        assert receive(ours) == "reading"
+        harm()
+        ours.send("go on")
+        message = receive(ours)
+        process.join(LIMIT_S)
+        assert process.exitcode == 0
+        return message
     finally:
-        for process in processes:
-            process.kill()
+        process.kill()
 
 
 def receive(pipe: Connection) -> str:
     assert pipe.poll(LIMIT_S), "nothing was heard of a rank in time"
     return pipe.recv()
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -112,31 +72,19 @@ def disk(tmp_path: Path) -> Generator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
-def test_a_damaged_shard_ends_every_rank_with_its_name(prepared_copy, tmp_path, damage, workers, world_size) -> None:
-    done: list[int] = []
-
-    def harm(pid: int) -> None:
-        if not done:
-            damage(prepared_copy / SHARD)
-        done.append(pid)
-
-    for message in fail_in_mid_run(prepared_copy, tmp_path / "cache", workers, world_size, harm):
-        assert f"{prepared_copy}/{SHARD}" in message and "\n" not in message
+def test_a_damaged_shard_is_raised_with_its_name(prepared_copy, tmp_path, damage, workers) -> None:
+    message = fail_in_mid_run(prepared_copy, tmp_path / "cache", workers, lambda: damage(prepared_copy / SHARD))
+    assert f"{prepared_copy}/{SHARD}" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("spoil", [fill, make_read_only])
-def test_a_cache_disk_that_fills_up_or_turns_read_only_ends_every_rank_with_its_name(
-    prepared, disk, spoil, workers, world_size
-) -> None:
-    messages = fail_in_mid_run(prepared, disk, workers, world_size, lambda pid: spoil(disk, pid=pid))
-    for message in messages:
-        assert str(disk) in message and "\n" not in message
-        assert any(reason in message for reason in ("No space left", "Read-only", "File too large"))
+def test_a_cache_disk_that_fills_up_or_turns_read_only_is_named(prepared, disk, spoil, workers) -> None:
+    message = fail_in_mid_run(prepared, disk, workers, lambda: spoil(disk))
+    assert message.startswith(str(disk)) and "data.cache_dir" in message and "\n" not in message
+    assert any(reason in message for reason in REFUSALS)
 
 
 def test_a_rank_that_needs_no_bad_shard_fails_at_its_next_fetch_with_the_same_error(prepared_copy, tmp_path) -> None:
