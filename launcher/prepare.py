@@ -43,5 +43,5 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=f"{EXAMPLE}\nkeys (write key=value):\n" + describe_config(PrepareConfig),
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; the shipped ones are in configs/data/")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="set one key")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="set one key")
     return parser
