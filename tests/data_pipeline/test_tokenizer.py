@@ -58,7 +58,7 @@ def test_a_file_that_is_no_model_is_named(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "absent")
 
 
-def test_vocabulary_below_the_texts_characters_is_told_the_smallest_that_works() -> None:
+def test_vocabulary_below_the_texts_characters_is_told_the_smallest_that_suffices() -> None:
     texts = ["".join(chr(0x4E00 + number) for number in range(300))] * 50
     with pytest.raises(
         ValueError, match=r"vocab_size=300 must hold every character of the text; use (\d+) or more"
