@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.evaluate import write_figures
 
 if TYPE_CHECKING:
-    from launcher.run_data import Split
+    from data_pipeline.manifest import Split
     from launcher.trained_run import TrainedRun
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from data_pipeline.manifest import Split
     from launcher.config import RunConfig
-    from launcher.run_data import Split
     from launcher.trained_run import TrainedRun
     from prism_lm.eval.perplexity import Score
 

@@ -3,17 +3,15 @@
 import platform
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from launcher.config import RunConfig
 from prism_lm.parallel.mesh import Ranks
 
 if TYPE_CHECKING:
     from data_pipeline.loader import Loader
-    from data_pipeline.manifest import Manifest
+    from data_pipeline.manifest import Manifest, Split
     from data_pipeline.tokenizer import Tokenizer
-
-Split = Literal["train", "validation", "test"]
 
 
 def open_manifest(config: RunConfig) -> "Manifest":
@@ -46,7 +44,7 @@ def read_tokenizer(config: RunConfig) -> bytes:
     return fetch_file(config.data.path, TOKENIZER_NAME, cache_folder(config), config.data.timeout_s).read_bytes()
 
 
-def open_loader(config: RunConfig, ranks: Ranks, *, split: Split) -> "Loader":
+def open_loader(config: RunConfig, ranks: Ranks, *, split: "Split") -> "Loader":
     """This rank's micro-batches: endless for training, one pass otherwise. Needs no process group.
 
     Raises ValueError for settings that do not fit one another or the data, DataError for data that fails its checks.
@@ -81,7 +79,7 @@ def open_evaluated_data(
     return replace(config, data=replace(config.data, row_tokens=manifest.row_tokens)), manifest
 
 
-def open_one_pass(config: RunConfig, *, split: Split, micro_batch_rows: int) -> "Loader":
+def open_one_pass(config: RunConfig, *, split: "Split", micro_batch_rows: int) -> "Loader":
     """Every row of a split once, in order, in one process."""
     from data_pipeline.loader import build_loader
 
