@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prism_lm.eval.perplexity import IGNORED_LABEL, Score, ScoredBatch
+from prism_lm.eval.perplexity import Score, ScoredBatch
+from prism_lm.model.lm import IGNORED_LABEL
 
 PRIOR_MASSES = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 Pairs = npt.NDArray[np.int64]

@@ -8,7 +8,7 @@ from typing import Protocol, TypedDict
 import torch
 from torch import Tensor
 
-IGNORED_LABEL = -100
+from prism_lm.model.lm import IGNORED_LABEL
 
 
 @dataclass(frozen=True)

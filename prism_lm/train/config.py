@@ -21,7 +21,7 @@ class TrainConfig:
     "Rows one process runs forward and backward at once; lower it when memory is short."
     precision: Literal["fp32", "bf16"] = "fp32"
     "bf16: weights and activations in bf16, masters, moments and gradient sums in fp32; needs zero_stage 1 or more."
-    zero_stage: int = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
     "What DeepSpeed splits over processes: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."
     max_grad_norm: float = 1.0
     "Gradients with a larger L2 norm over all parameters are scaled down to it; 0 is off."
@@ -49,8 +49,6 @@ class TrainConfig:
         for name in ("eval_every_steps", "eval_rows", "histogram_every_steps", "max_grad_norm"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 0; use 0 to turn it off")
-        if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"train.zero_stage={self.zero_stage} must be 0, 1, 2 or 3; use 1 when in doubt")
         if self.precision == "bf16" and self.zero_stage == 0:
             raise ValueError(
                 "train.precision=bf16 must go with train.zero_stage=1, 2 or 3, not train.zero_stage=0, which keeps no "

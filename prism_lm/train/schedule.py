@@ -32,7 +32,10 @@ class ScheduleConfig:
 
 
 def compute_rate_fraction(config: ScheduleConfig, *, step: int, total_steps: int) -> float:
-    """The learning rate of update `step` (0-based, below total_steps) as a fraction of the peak, in (0, 1]."""
+    """The learning rate of update `step` (0-based, below total_steps) as a fraction of the peak, in [0, 1].
+
+    It is 0 only at the end of a decay to final_fraction 0.
+    """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     decay_start, decay_length = _find_decay(config, total_steps)

@@ -7,10 +7,9 @@ from typing import TypedDict, cast
 
 import torch
 
+from prism_lm.model.lm import IGNORED_LABEL
 from prism_lm.parallel.collectives import gather_objects, sum_tensor
 from prism_lm.train.engine import Engine
-
-IGNORED_LABEL = -100
 
 
 class TrainBatch(TypedDict):
@@ -97,6 +96,6 @@ def compute_validation_loss(engine: Engine, batches: Iterable[TrainBatch]) -> fl
 
 
 def move_to_device(batch: TrainBatch, device: torch.device) -> dict[str, torch.Tensor]:
-    """The micro-batch on the device; from pinned memory the copy runs beside other work."""
+    """The micro-batch on the device; the host does not wait for what the device was given to do before."""
     tensors = cast(dict[str, torch.Tensor], batch)
     return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}

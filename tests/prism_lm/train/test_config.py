@@ -17,7 +17,6 @@ from prism_lm.train.schedule import ScheduleConfig
             {"precision": "bf16", "zero_stage": 0},
             r"train\.precision=bf16 must go with train\.zero_stage=1, 2 or 3.*use",
         ),
-        ({"zero_stage": 4}, r"train\.zero_stage=4 must be 0, 1, 2 or 3; use 1"),
         ({"steps": 0}, r"train\.steps=0 must be at least 1"),
         ({"max_grad_norm": -1.0}, r"train\.max_grad_norm=-1\.0 must be at least 0; use 0 to turn it off"),
         ({"max_nonfinite_steps": 0}, r"train\.max_nonfinite_steps=0 must be at least 1"),
