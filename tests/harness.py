@@ -26,6 +26,12 @@ VOCAB = 64
 ROW_TOKENS = 24
 
 
+def read_ranks() -> Ranks:
+    """This process as `run_on` or torchrun named it; one process where they did not."""
+    names = (("rank", "0"), ("local_rank", "0"), ("world_size", "1"))
+    return Ranks(**{name: int(os.environ.get(name.upper(), default)) for name, default in names})
+
+
 def run_on(num_processes: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 240.0) -> list[Any]:
     """Calls a module-level function in that many processes, with the variables torchrun would set, and returns what
     each returned, by rank. No process group is started. A failing process fails the caller with its traceback."""
@@ -196,7 +202,7 @@ class ListLoader:
     """Global batch g of `global_rows` rows is seeded by g; each rank takes its share, micro-batch by micro-batch.
 
     Every world size and micro-batch size sees the same global batches. `fail_at` raises at that micro-batch, `end_at`
-    ends there.
+    ends there, to begin again when next iterated.
     """
 
     def __init__(
@@ -215,6 +221,8 @@ class ListLoader:
 
     def __iter__(self) -> Iterator[Any]:
         per_step = self.global_rows // (self.micro_rows * self.ranks.world_size)
+        if self.taken == self.end_at:
+            self.taken = 0
         while self.taken != self.end_at:
             if self.taken == self.fail_at:
                 raise OSError("shard.00003.mds is truncated")
@@ -243,7 +251,7 @@ def build_run(
     loader: Callable[[Ranks], Any] | None = None,
 ) -> TrainRun:
     """A run of this process as the environment names it, on the tiny model and list loaders unless told otherwise."""
-    ranks = Ranks.from_environment()
+    ranks = read_ranks()
     rows = {"global_rows": train.global_batch_rows, "micro_rows": train.micro_batch_rows}
     return TrainRun(
         run_dir=run_dir,

@@ -1,8 +1,9 @@
 """Checkpoint folders on disk: names, the manifest that marks a complete one, publishing, pruning.
 
 A checkpoint is written into `checkpoints/.partial_step_<n>/`, renamed to `checkpoints/step_<n>/`, and complete once
-`manifest.json`, which lists every file's size and hash, appears in it. Whatever lacks a matching manifest is ignored.
-Knows no processes: who writes what, and when, is the manager's.
+`manifest.json`, which lists every file's size and hash, appears in it. A folder without a manifest is what a killed
+save left behind; one whose files are not what its manifest says is damaged, which is an error and never ignored. Knows
+no processes: who writes what, and when, is the manager's.
 """
 
 import hashlib
@@ -67,23 +68,28 @@ def describe_file(path: Path) -> FileEntry:
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Writes the file whole or not at all, and forces it to the disk."""
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes the file whole or not at all, and forces it to the disk. One process at a time."""
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w") as file:
-        json.dump(value, file, indent=1)
+    with temporary.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
     _sync_folder(path.parent)
 
 
-def read_json(path: Path) -> Any:
-    """Raises ValueError naming the file when it holds no JSON."""
+def write_json(path: Path, value: Any) -> None:
+    """Writes the value as JSON, whole or not at all, and forces it to the disk."""
+    write_whole(path, json.dumps(value, indent=1).encode())
+
+
+def read_json(path: Path, *, remedy: str) -> Any:
+    """Raises ValueError naming the file, and the remedy, when it holds no JSON."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is not readable JSON: {error}; restore the file or remove its folder") from error
+        raise ValueError(f"{path} must hold JSON; {error}; {remedy}") from error
 
 
 def publish(partial: Path, folder: Path, entries: dict[str, FileEntry]) -> None:
@@ -98,37 +104,42 @@ def publish(partial: Path, folder: Path, entries: dict[str, FileEntry]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, FileEntry]:
-    """Size and hash of every file, by its name relative to the folder."""
-    return cast(dict[str, FileEntry], read_json(folder / MANIFEST_NAME)["files"])
-
-
-def is_complete(folder: Path) -> bool:
-    """True when the manifest is there and every file has the size it names; hashes are not read."""
-    if not (folder / MANIFEST_NAME).is_file():
-        return False
+    """Size and hash of every file, by its name relative to the folder. Raises ValueError for a damaged manifest."""
+    path, remedy = folder / MANIFEST_NAME, describe_remedy(folder)
     try:
-        entries = read_manifest(folder)
-        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in entries.items())
-    except (OSError, ValueError, KeyError):
-        return False
+        return cast(dict[str, FileEntry], read_json(path, remedy=remedy)["files"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} must list the checkpoint's files; {remedy}") from error
 
 
-def list_complete(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest step first."""
-    folders = (path for path in (run_dir / "checkpoints").glob("step_*") if path.is_dir())
-    return sorted(
-        (folder for folder in folders if read_step(folder) is not None and is_complete(folder)),
-        key=lambda folder: read_step(folder) or 0,
-    )
+def describe_remedy(folder: Path) -> str:
+    """What to do about a damaged file of a checkpoint."""
+    return f"restore it, or remove {folder} to go on from the checkpoint before, or from the start if there is none"
+
+
+def check_sizes(folder: Path) -> None:
+    """Raises ValueError naming the first file that is missing or not as long as the manifest says; hashes are not
+    read."""
+    for name, entry in read_manifest(folder).items():
+        path = folder / name
+        found = f"{path.stat().st_size} bytes" if _exists(path) else "no file"
+        if found != f"{entry['bytes']} bytes":
+            rule = f"must be the {entry['bytes']} bytes that {MANIFEST_NAME} names, not {found}"
+            raise ValueError(f"{path} {rule}; {describe_remedy(folder)}")
+
+
+def list_published(run_dir: Path) -> list[Path]:
+    """A run's checkpoints, those with a manifest, oldest step first; whether they match it is not looked at."""
+    folders = [folder for folder in _list_folders(run_dir) if read_step(folder) is not None]
+    return sorted((folder for folder in folders if _is_published(folder)), key=lambda folder: read_step(folder) or 0)
 
 
 def remove_incomplete(run_dir: Path) -> list[Path]:
-    """Removes what a killed save left behind; returns what it removed."""
-    folders = [path for path in (run_dir / "checkpoints").glob("*") if path.is_dir()]
+    """Removes what a killed save left behind, never a folder with a manifest; returns what it removed."""
     left = [
         folder
-        for folder in folders
-        if folder.name.startswith(_PARTIAL_PREFIX) or (read_step(folder) is not None and not is_complete(folder))
+        for folder in _list_folders(run_dir)
+        if folder.name.startswith(_PARTIAL_PREFIX) or (read_step(folder) is not None and not _is_published(folder))
     ]
     for folder in left:
         remove_folder(folder)
@@ -158,6 +169,24 @@ def find_damaged(folder: Path, names: Iterable[str]) -> str | None:
         if not path.is_file() or describe_file(path) != entries[name]:
             return name
     return None
+
+
+def _list_folders(run_dir: Path) -> list[Path]:
+    parent = run_dir / "checkpoints"
+    return [path for path in parent.iterdir() if path.is_dir()] if _exists(parent) else []
+
+
+def _is_published(folder: Path) -> bool:
+    return _exists(folder / MANIFEST_NAME)
+
+
+def _exists(path: Path) -> bool:
+    """Unlike Path.exists and Path.glob, takes nothing that cannot be looked at for absent: an OSError is raised."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _sync_folder(folder: Path) -> None:

@@ -3,21 +3,37 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from prism_lm.checkpoint.folder import TRAINER_NAME, WEIGHTS_NAME, list_complete, read_json
+from prism_lm.checkpoint.folder import (
+    TRAINER_NAME,
+    WEIGHTS_NAME,
+    check_sizes,
+    describe_remedy,
+    list_published,
+    read_json,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
+# Where a user finds what a fingerprint stands for, and what makes it equal again.
+_FINGERPRINTED = {
+    "fingerprint.data": ("data.path", "point data.path at the data that the run was started with"),
+    "fingerprint.model": ("model.*", "restore the model's settings from the run's config.yaml"),
+}
+
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The complete checkpoint with the highest step, or None."""
-    complete = list_complete(run_dir)
-    return complete[-1] if complete else None
+    """The checkpoint with the highest step, or None where the run has none. Raises ValueError where it is damaged."""
+    published = list_published(run_dir)
+    if not published:
+        return None
+    check_sizes(published[-1])
+    return published[-1]
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
     """What trainer.json holds: step, tokens, world size, fingerprints, settings."""
-    return cast(dict[str, Any], read_json(folder / TRAINER_NAME))
+    return cast(dict[str, Any], read_json(folder / TRAINER_NAME, remedy=describe_remedy(folder)))
 
 
 def check_fits(folder: Path, trainer: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -26,14 +42,15 @@ def check_fits(folder: Path, trainer: dict[str, Any], expected: dict[str, Any]) 
         saved = trainer.get(key)
         if saved == value:
             continue
-        remedy = f"set {key}={saved}, or choose another run_dir"
+        now, then, remedy = f"{key}={value}", f"{key}={saved}", f"set {key}={saved}"
         if key == "world_size":
-            remedy = f"start {saved} processes (torchrun --nproc-per-node), or choose another run_dir"
-        if key.startswith("fingerprint."):
-            remedy = f"restore the settings of {key.removeprefix('fingerprint.')}, or choose another run_dir"
+            remedy = f"start {saved} processes (torchrun --nproc-per-node)"
+        if key in _FINGERPRINTED:
+            name, remedy = _FINGERPRINTED[key]
+            now, then = (f"{name} (fingerprint {str(print_)[:12]})" for print_ in (value, saved))
         raise ValueError(
-            f"{key}={value} must equal {key}={saved} of the checkpoint {folder}, which resumes only as it was "
-            f"written; {remedy}"
+            f"{now} must equal {then} of the checkpoint {folder}, which resumes only as it was written; {remedy}, or "
+            "choose another run_dir"
         )
 
 

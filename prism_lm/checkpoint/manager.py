@@ -47,7 +47,8 @@ class Saveable(Protocol):
 
 
 class CheckpointManager:
-    """Saves, keeps and finds the checkpoints of one run. All ranks see one file system and call together."""
+    """Saves, keeps and verifies the checkpoints of one run. All ranks see one file system and call together; what one
+    of them cannot read or write is raised on all of them, as RunFailed."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, ranks: "Ranks") -> None:
         self._run_dir = run_dir
@@ -61,51 +62,45 @@ class CheckpointManager:
 
     def clean(self) -> None:
         """Removes what a killed save left behind. Only before the first save."""
-        from prism_lm.parallel.collectives import wait_for_all
+        from prism_lm.parallel.collectives import call_together
 
-        if self._ranks.is_main:
-            disk.remove_incomplete(self._run_dir)
-        wait_for_all()
+        call_together(lambda: disk.remove_incomplete(self._run_dir) if self._ranks.is_main else None)
 
     def verify(self, folder: Path) -> None:
-        """Compares every file with its hash, the files shared out over the ranks. Raises RunFailed on all of them."""
-        from prism_lm.parallel.collectives import raise_together
+        """Compares every file with its hash, the files shared out over the ranks."""
+        from prism_lm.parallel.collectives import call_together
 
-        names = sorted(disk.read_manifest(folder))[self._ranks.rank :: self._ranks.world_size]
-        damaged = disk.find_damaged(folder, names)
-        raise_together(
-            None
-            if damaged is None
-            else ValueError(
-                f"{folder / damaged} must match its hash in {disk.MANIFEST_NAME}; the file is damaged: remove the "
-                "folder to resume from the checkpoint before it"
-            )
-        )
+        call_together(lambda: self._verify_share(folder))
         self._saved_step = disk.read_step(folder)
+
+    def _verify_share(self, folder: Path) -> None:
+        damaged = disk.find_damaged(folder, self._take_share(sorted(disk.read_manifest(folder))))
+        if damaged is not None:
+            rule = f"must match its hash in {disk.MANIFEST_NAME}"
+            raise ValueError(f"{folder / damaged} {rule}; {disk.describe_remedy(folder)}")
+
+    def _take_share(self, names: list[str]) -> list[str]:
+        return names[self._ranks.rank :: self._ranks.world_size]
 
     def save(self, step: int, *, engine: Saveable, trainer: dict[str, Any], rank_state: dict[str, Any]) -> None:
         """Writes and publishes the checkpoint of `step`, then prunes; does nothing when that step is saved already."""
-        from prism_lm.parallel.collectives import wait_for_all
+        from prism_lm.parallel.collectives import call_together
 
         if step == self._saved_step:
             return
         partial = disk.partial_folder(self._run_dir, step)
-        self._prepare(partial)
-        engine.save(partial)
-        engine.save_weights(partial / disk.WEIGHTS_NAME)
-        self._write_states(partial, trainer, rank_state)
-        wait_for_all()
+        call_together(lambda: self._prepare(partial))
+        call_together(lambda: engine.save(partial))
+        call_together(lambda: engine.save_weights(partial / disk.WEIGHTS_NAME))
+        call_together(lambda: self._write_states(partial, trainer, rank_state))
         self._publish(partial, disk.step_folder(self._run_dir, step))
         self._saved_step = step
 
     def _prepare(self, partial: Path) -> None:
-        from prism_lm.parallel.collectives import wait_for_all
-
         if self._ranks.is_main:
             if partial.exists():
                 disk.remove_folder(partial)
             (partial / "ranks").mkdir(parents=True)
-        wait_for_all()
 
     def _write_states(self, partial: Path, trainer: dict[str, Any], rank_state: dict[str, Any]) -> None:
         import torch
@@ -116,18 +111,27 @@ class CheckpointManager:
 
     def _publish(self, partial: Path, folder: Path) -> None:
         """Every rank syncs and hashes its share of the files; rank 0 publishes and prunes."""
-        from prism_lm.parallel.collectives import gather_objects, wait_for_all
+        from prism_lm.parallel.collectives import call_together, gather_objects
 
-        share = disk.list_files(partial)[self._ranks.rank :: self._ranks.world_size]
-        shares = gather_objects({name: disk.describe_file(partial / name) for name in share})
-        if self._ranks.is_main:
-            entries = {name: entry for part in shares for name, entry in part.items()}
-            disk.publish(partial, folder, dict(sorted(entries.items())))
-            self._prune()
-        wait_for_all()
+        share = self._take_share(self._agree_on_files(partial))
+        described = call_together(lambda: {name: disk.describe_file(partial / name) for name in share})
+        entries = {name: entry for part in gather_objects(described) for name, entry in part.items()}
+        call_together(lambda: self._finish(partial, folder, entries) if self._ranks.is_main else None)
+
+    def _agree_on_files(self, partial: Path) -> list[str]:
+        """Every file that any rank sees. A rank sees what it wrote, but its view of the others may be an old one."""
+        from prism_lm.parallel.collectives import broadcast_object, call_together, gather_objects
+
+        seen = call_together(lambda: disk.list_files(partial))
+        seen_by_main = broadcast_object(seen)
+        return sorted({*seen_by_main}.union(*gather_objects(sorted({*seen} - {*seen_by_main}))))
+
+    def _finish(self, partial: Path, folder: Path, entries: dict[str, disk.FileEntry]) -> None:
+        disk.publish(partial, folder, dict(sorted(entries.items())))
+        self._prune()
 
     def _prune(self) -> None:
-        folders = {disk.read_step(folder) or 0: folder for folder in disk.list_complete(self._run_dir)}
+        folders = {disk.read_step(folder) or 0: folder for folder in disk.list_published(self._run_dir)}
         keep_last, keep_every = self._config.keep_last, self._config.keep_every_steps
         for step in disk.choose_removals(list(folders), keep_last=keep_last, keep_every_steps=keep_every):
             disk.remove_folder(folders[step])

@@ -3,7 +3,7 @@
 Values decided on the host travel as CPU tensors, so that agreeing on them does not wait for the GPU's queue.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -47,6 +47,15 @@ def gather_objects(value: T) -> list[T]:
     return cast(list[T], gathered)
 
 
+def broadcast_object(value: T) -> T:
+    """Rank 0's value, on every rank. Meant for small, rare, host-side values."""
+    if count_processes() == 1:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
 def wait_for_all() -> None:
     """Returns once every process has called it."""
     sum_integers([0])
@@ -60,6 +69,18 @@ def raise_together(error: Exception | None) -> None:
     failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
     place = "" if len(texts) == 1 else f" (rank {', '.join(str(rank) for rank, _ in failed)} of {len(texts)})"
     raise RunFailed(f"{failed[0][1]}{place}") from error
+
+
+def call_together(function: Callable[[], T]) -> T:
+    """What the function returns, once it has returned on every rank; an error it raises on any rank is raised on all of
+    them, as RunFailed. The function must not wait for other ranks after the place where it may fail."""
+    try:
+        returned = function()
+    except Exception as error:
+        raise_together(error)
+        raise
+    raise_together(None)
+    return returned
 
 
 def describe_error(error: BaseException) -> str:

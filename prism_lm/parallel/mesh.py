@@ -32,15 +32,6 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    @staticmethod
-    def from_environment() -> "Ranks":
-        """Reads RANK, LOCAL_RANK and WORLD_SIZE as torchrun sets them; one process where they are unset."""
-        return Ranks(
-            rank=int(os.environ.get("RANK", "0")),
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-        )
-
 
 def choose_device(ranks: Ranks) -> "torch.device":
     """The GPU of this local rank, or the CPU where the machine has no GPU."""
@@ -49,6 +40,18 @@ def choose_device(ranks: Ranks) -> "torch.device":
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", ranks.local_rank)
+
+
+def check_devices(ranks: Ranks) -> None:
+    """Raises ValueError where a host with GPUs has fewer of them than processes; on every process of that host."""
+    import torch
+
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.local_rank + 1))
+    if torch.cuda.is_available() and num_local > torch.cuda.device_count():
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE={num_local} must be at most the {torch.cuda.device_count()} GPUs that this host shows; "
+            f"start torchrun with --nproc-per-node {torch.cuda.device_count()}, or look at CUDA_VISIBLE_DEVICES"
+        )
 
 
 @contextmanager

@@ -27,12 +27,18 @@ def write_complete(run_dir: Path, step: int) -> Path:
 
 def test_checkpoint_exists_only_once_its_manifest_does(tmp_path: Path) -> None:
     folder = write_complete(tmp_path, 10)
-    assert disk.list_complete(tmp_path) == [folder]
-    manifest = (folder / disk.MANIFEST_NAME).read_text()
+    assert disk.list_published(tmp_path) == [folder]
     (folder / disk.MANIFEST_NAME).unlink()
-    assert disk.list_complete(tmp_path) == []
-    (folder / disk.MANIFEST_NAME).write_text(manifest[: len(manifest) // 2])
-    assert disk.list_complete(tmp_path) == []
+    assert disk.list_published(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"file": {}}', "[]"])
+def test_damaged_manifest_is_an_error_and_stays(content: str, tmp_path: Path) -> None:
+    manifest = write_complete(tmp_path, 10) / disk.MANIFEST_NAME
+    manifest.write_text(content)
+    assert disk.remove_incomplete(tmp_path) == []
+    with pytest.raises(ValueError, match=r"step_10/manifest\.json must .*; restore it, or remove .*/step_10 to go on"):
+        disk.check_sizes(manifest.parent)
 
 
 def test_manifest_names_every_file_with_size_and_hash(tmp_path: Path) -> None:
@@ -42,12 +48,28 @@ def test_manifest_names_every_file_with_size_and_hash(tmp_path: Path) -> None:
     assert entries[disk.WEIGHTS_NAME]["bytes"] == 3 and len(entries[disk.WEIGHTS_NAME]["sha256"]) == 64
 
 
-def test_checkpoint_with_a_short_or_missing_file_is_not_complete(tmp_path: Path) -> None:
+def test_short_or_missing_file_is_named_and_its_checkpoint_stays(tmp_path: Path) -> None:
     folder = write_complete(tmp_path, 5)
+    disk.check_sizes(folder)
     (folder / "ranks" / "rank_0.pt").write_bytes(b"state")
-    assert not disk.is_complete(folder)
+    with pytest.raises(ValueError, match=r"step_5/ranks/rank_0\.pt must be the 500 bytes .*, not 5 bytes; restore it"):
+        disk.check_sizes(folder)
     (folder / "ranks" / "rank_0.pt").unlink()
-    assert not disk.is_complete(folder)
+    with pytest.raises(ValueError, match=r"rank_0\.pt must be the 500 bytes .*, not no file; restore it, or remove"):
+        disk.check_sizes(folder)
+    assert disk.remove_incomplete(tmp_path) == [] and disk.list_published(tmp_path) == [folder]
+
+
+def test_checkpoints_that_cannot_be_looked_at_are_not_taken_for_absent(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the folder's place")
+    with pytest.raises(NotADirectoryError):
+        disk.list_published(tmp_path)
+    (tmp_path / "checkpoints").unlink()
+    (write_complete(tmp_path, 5) / disk.MANIFEST_NAME).rename(tmp_path / "elsewhere")
+    (disk.step_folder(tmp_path, 5) / disk.MANIFEST_NAME).symlink_to(disk.MANIFEST_NAME)
+    with pytest.raises(OSError, match="symbolic links"):
+        disk.remove_incomplete(tmp_path)
+    assert disk.step_folder(tmp_path, 5).exists()
 
 
 def test_flipped_byte_is_found_by_its_hash(tmp_path: Path) -> None:
@@ -55,14 +77,14 @@ def test_flipped_byte_is_found_by_its_hash(tmp_path: Path) -> None:
     names = disk.list_files(folder)
     assert disk.find_damaged(folder, names) is None
     (folder / "ranks" / "rank_0.pt").write_bytes(b"statf" + b"state" * 99)
-    assert disk.is_complete(folder)
+    disk.check_sizes(folder)
     assert disk.find_damaged(folder, names) == "ranks/rank_0.pt"
 
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
     for step in (9, 100, 20):
         write_complete(tmp_path, step)
-    assert [disk.read_step(folder) for folder in disk.list_complete(tmp_path)] == [9, 20, 100]
+    assert [disk.read_step(folder) for folder in disk.list_published(tmp_path)] == [9, 20, 100]
 
 
 def test_cleaning_removes_what_a_kill_left_and_nothing_else(tmp_path: Path) -> None:
@@ -78,13 +100,14 @@ def test_cleaning_removes_what_a_kill_left_and_nothing_else(tmp_path: Path) -> N
 def test_publishing_a_step_again_replaces_it(tmp_path: Path) -> None:
     write_complete(tmp_path, 4)
     folder = write_complete(tmp_path, 4)
-    assert disk.is_complete(folder)
+    disk.check_sizes(folder)
+    assert disk.list_published(tmp_path) == [folder]
 
 
 def test_unreadable_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
-    with pytest.raises(ValueError, match=r"a\.json is not readable JSON"):
-        disk.read_json(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"a\.json must hold JSON; .*; write it again"):
+        disk.read_json(tmp_path / "a.json", remedy="write it again")
 
 
 @given(

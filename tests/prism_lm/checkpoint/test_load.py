@@ -51,13 +51,29 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     [
         ("world_size", r"world_size=2 must equal world_size=1 .* start 1 processes \(torchrun --nproc-per-node\)"),
         ("train.zero_stage", r"train\.zero_stage=2 must equal .* set train\.zero_stage=1, or choose another run_dir"),
-        ("fingerprint.data", r"fingerprint\.data=2 must equal .* restore the settings of data"),
     ],
 )
 def test_checkpoint_of_another_setting_is_refused_with_the_remedy(key: str, text: str, tmp_path: Path) -> None:
     check_fits(tmp_path, {key: 1}, {key: 1})
     with pytest.raises(ValueError, match=text):
         check_fits(tmp_path, {key: 1}, {key: 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "remedy"),
+    [
+        ("data", "data.path", "point data.path at the data that the run was started with"),
+        ("model", "model.*", "restore the model's settings from the run's config.yaml"),
+    ],
+)
+def test_fingerprints_that_differ_are_named_as_the_user_typed_them_and_short(
+    name: str, key: str, remedy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_fits(tmp_path, {f"fingerprint.{name}": "a" * 64}, {f"fingerprint.{name}": "b" * 64})
+    short_now, short_then = f"{key} (fingerprint {'b' * 12})", f"{key} (fingerprint {'a' * 12})"
+    assert str(caught.value).startswith(f"{short_now} must equal {short_then} of the checkpoint {tmp_path}")
+    assert str(caught.value).endswith(f"; {remedy}, or choose another run_dir")
 
 
 def test_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:

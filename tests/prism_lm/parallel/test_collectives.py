@@ -7,19 +7,22 @@ import torch
 
 from prism_lm.parallel.collectives import (
     RunFailed,
+    broadcast_object,
+    call_together,
     describe_error,
     gather_objects,
     raise_together,
     sum_integers,
     sum_tensor,
 )
-from prism_lm.parallel.mesh import Ranks, process_group
-from tests.harness import run_on
+from prism_lm.parallel.mesh import process_group
+from tests.harness import read_ranks, run_on
 
 
 def test_collectives_are_the_identity_without_a_process_group() -> None:
     assert sum_integers([3, 4]) == [3, 4]
-    assert gather_objects("a") == ["a"]
+    assert gather_objects("a") == ["a"] and broadcast_object("a") == "a"
+    assert call_together(lambda: 3) == 3
     tensor = torch.tensor(2.0)
     assert sum_tensor(tensor) == tensor and sum_tensor(tensor) is not tensor
     raise_together(None)
@@ -28,24 +31,32 @@ def test_collectives_are_the_identity_without_a_process_group() -> None:
 
 
 def use_collectives() -> list[Any]:
-    with process_group(Ranks.from_environment()):
-        rank = Ranks.from_environment().rank
+    with process_group(read_ranks()):
+        rank = read_ranks().rank
         tensor = torch.tensor([1.0 + rank])
         outcome: list[Any] = [sum_integers([rank, 10]), gather_objects(f"of {rank}")]
-        outcome += [sum_tensor(tensor).item(), tensor.item()]
+        outcome += [sum_tensor(tensor).item(), broadcast_object(f"from {rank}"), tensor.item()]
         raise_together(None)
         try:
             raise_together(OSError("shard.3 is truncated") if rank == 1 else None)
         except RunFailed as error:
             outcome.append(str(error))
+        with pytest.raises(RunFailed, match=r"^disk full \(rank 0 of 2\)$"):
+            call_together(lambda: fail_on(0, rank))
         return outcome
+
+
+def fail_on(failing: int, rank: int) -> int:
+    if rank == failing:
+        raise OSError("disk full")
+    return rank
 
 
 def test_collectives_agree_on_two_ranks() -> None:
     first, second = run_on(2, use_collectives)
-    assert first[:3] == second[:3] == [[1, 20], ["of 0", "of 1"], 3.0]
-    assert (first[3], second[3]) == (1.0, 2.0)
-    assert first[4] == second[4] == "shard.3 is truncated (rank 1 of 2)"
+    assert first[:4] == second[:4] == [[1, 20], ["of 0", "of 1"], 3.0, "from 0"]
+    assert (first[4], second[4]) == (1.0, 2.0)
+    assert first[5] == second[5] == "shard.3 is truncated (rank 1 of 2)"
 
 
 @pytest.mark.parametrize(
@@ -56,8 +67,8 @@ def test_error_is_described_in_its_own_words(error: Exception, text: str) -> Non
 
 
 def lose_partner() -> str:
-    with process_group(Ranks.from_environment()):
-        if Ranks.from_environment().rank == 1:
+    with process_group(read_ranks()):
+        if read_ranks().rank == 1:
             return "left"
         try:
             sum_integers([1])

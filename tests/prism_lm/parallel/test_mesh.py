@@ -2,21 +2,28 @@
 
 import pytest
 
-from prism_lm.parallel.mesh import Ranks, process_group
+from prism_lm.parallel.mesh import Ranks, check_devices, process_group
 
 
-def test_ranks_without_a_launcher_are_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert Ranks.from_environment() == Ranks(rank=0, local_rank=0, world_size=1)
-    assert Ranks.from_environment().is_main
+def test_rank_0_alone_is_the_main_one() -> None:
+    assert [Ranks(rank=rank, world_size=3).is_main for rank in range(3)] == [True, False, False]
 
 
-def test_ranks_follow_the_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "3"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "4")):
-        monkeypatch.setenv(name, value)
-    ranks = Ranks.from_environment()
-    assert (ranks.rank, ranks.local_rank, ranks.world_size, ranks.is_main) == (3, 1, 4, False)
+def test_more_processes_than_gpus_are_refused_on_every_rank_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for rank in range(2):
+        with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE=2 must be at most the 1 GPUs .* --nproc-per-node 1"):
+            check_devices(Ranks(rank=rank, local_rank=rank, world_size=2))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    check_devices(Ranks())
+
+
+def test_host_without_gpus_holds_any_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    check_devices(Ranks(rank=7, local_rank=7, world_size=8))
 
 
 def test_rank_outside_the_world_is_refused() -> None:
