@@ -25,6 +25,7 @@ ENGINE_TAG = "deepspeed"
 _LARGEST_BUCKET = 200_000_000
 # Weights below this stay gathered in stage 3: norms and biases, which are cheaper to keep than to fetch.
 _PERSISTENT_ELEMENTS = 10_000
+_HYPERPARAMETERS = ("betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +97,28 @@ class Engine:
 
     def save(self, folder: Path) -> None:
         """Writes weights, masters, moments and counters of every rank below folder/deepspeed; data, no program."""
-        with quiet(self._log):
+        with quiet(self._log), _keep_errors(self._inner.checkpoint_engine) as errors:
             self._inner.save_checkpoint(str(folder), tag=ENGINE_TAG, save_latest=False)
+        if errors:
+            raise errors[0]
         if self._ranks.is_main:
             for script in folder.glob("zero_to_*.py"):
                 script.unlink()
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote, at the same world size and stage. Only on a newly built engine."""
+        """Restores what `save` wrote, at the same world size and stage. Only on a newly built engine.
+
+        DeepSpeed restores the optimizer's settings too; those of this engine's config are put back.
+        """
+        settings = [{name: group[name] for name in _HYPERPARAMETERS} for group in self._adamw.param_groups]
         with quiet(self._log):
             path, _ = self._inner.load_checkpoint(str(folder), tag=ENGINE_TAG)
         if path is None:
             raise ValueError(f"{folder / ENGINE_TAG} must hold a DeepSpeed checkpoint; remove the folder {folder}")
+        for group, own in zip(self._adamw.param_groups, settings, strict=True):
+            group.update(own)
+        if self._config.zero_stage > 0:
+            self._inner.optimizer.clip_grad = self._config.max_grad_norm
 
     def save_weights(self, path: Path) -> None:
         """Writes the model's weights in the dtype it runs in, a shared parameter once; rank 0 writes."""
@@ -138,6 +149,26 @@ class Engine:
         logging.captureWarnings(False)
         with quiet(self._log):
             self._inner.destroy()
+
+
+@contextmanager
+def _keep_errors(writer: Any) -> Generator[list[Exception], None, None]:
+    """Lists the errors of DeepSpeed's `writer` in the block instead of raising them: DeepSpeed's ranks wait for one
+    another after writing, and would wait for ever for the one that raised."""
+    errors: list[Exception] = []
+    write = writer.save
+
+    def save(state_dict: Any, path: str) -> None:
+        try:
+            write(state_dict, path)
+        except Exception as error:
+            errors.append(error)
+
+    writer.save = save
+    try:
+        yield errors
+    finally:
+        del writer.save
 
 
 def end_process_group() -> None:

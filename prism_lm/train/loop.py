@@ -10,7 +10,7 @@ from prism_lm.parallel.mesh import process_group
 from prism_lm.train.metrics import observe_mixers, read_peak_gib
 from prism_lm.train.outcome import Ending, read_status, reporting, write_start
 from prism_lm.train.schedule import compute_rate_fraction
-from prism_lm.train.session import Session, Start, choose_start, open_session, read_validation, save_session
+from prism_lm.train.session import Session, choose_start, open_session, open_validation_pass, save_session
 from prism_lm.train.state import Status, TrainRun
 from prism_lm.train.step import (
     StepResult,
@@ -36,27 +36,27 @@ class Fetched:
 
 
 def run_training(run: TrainRun) -> Status:
-    """Trains until train.steps or a stop signal, from the newest complete checkpoint in run_dir if there is one.
+    """Trains until train.steps or a stop signal, from the newest checkpoint in run_dir if there is one.
 
     Call it on every rank, without a process group. Raises ValueError for settings that cannot run, before any process
-    group starts; RunFailed, with one text on all ranks, when the run must end. result.json says how the run ended.
+    group starts; RunFailed, with one text on all ranks, when the run must end. A start that is refused leaves the
+    records in run_dir as they were; of a run that started, result.json says how it ended.
     """
     start = choose_start(run)
     if start.state.step >= run.train.steps and read_status(run.run_dir) == "finished":
         return "finished"
     run.run_dir.mkdir(parents=True, exist_ok=True)
     ending = Ending(state=start.state, losses={})
-    with StopSignal() as stop, process_group(run.ranks), reporting(run, ending):
-        write_start(run, start.state)
-        _train(run, start, stop, ending)
-    return ending.status
-
-
-def _train(run: TrainRun, start: Start, stop: StopSignal, ending: Ending) -> None:
-    with ExitStack() as stack:
+    with StopSignal() as stop, process_group(run.ranks), ExitStack() as stack:
         session = open_session(run, start, stop, stack)
-        session.meter.start(step=session.state.step, tokens=session.state.tokens)
-        ending.status = train_until_done(session, ending)
+        write_start(run, start.state)
+        with reporting(run, ending), session.recorder:
+            if start.folder is not None:
+                session.recorder.say(f"resuming from {start.folder}")
+            session.manager.clean()
+            session.meter.start(step=session.state.step, tokens=session.state.tokens)
+            ending.status = train_until_done(session, ending)
+    return ending.status
 
 
 def train_until_done(session: Session, ending: Ending) -> Status:
@@ -100,7 +100,8 @@ def _take_batches(session: Session) -> tuple[list[TrainBatch], Exception | None]
         try:
             return [next(session.micro_batches) for _ in range(session.accumulation_steps)], None
         except StopIteration:
-            return [], RuntimeError(f"the training loader ended in step {session.state.step + 1}; it must be endless")
+            words = f"the training loader ended in step {session.state.step + 1} and must be endless"
+            return [], RuntimeError(f"{words}; pass one that begins again")
         except Exception as error:
             return [], error
 
@@ -151,9 +152,8 @@ def note_validation(session: Session) -> None:
     if not (is_due(every, step) or (every and step == session.run.train.steps)):
         return
     with session.meter.paused(), torch.random.fork_rng(devices=[]):
-        if not session.validation_batches:
-            session.validation_batches = read_validation(session.run)
-        session.figures["validation/loss_nats"] = compute_validation_loss(session.engine, session.validation_batches)
+        loss_nats = compute_validation_loss(session.engine, open_validation_pass(session))
+    session.figures["validation/loss_nats"] = loss_nats
 
 
 def record(session: Session, ending: Ending) -> None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from prism_lm.checkpoint.folder import read_json, write_json
-from prism_lm.parallel.collectives import RunFailed, describe_error, wait_for_all
+from prism_lm.checkpoint.folder import read_json, write_json, write_whole
+from prism_lm.parallel.collectives import RunFailed, call_together, describe_error
 from prism_lm.train.state import Status, TrainRun, TrainState
 
 RESULT_NAME = "result.json"
 LINEAGE_NAME = "lineage.jsonl"
+_CLAIM_NAME = f".{RESULT_NAME}.claim"
 
 
 @dataclass(kw_only=True)
@@ -32,26 +33,33 @@ class Ending:
 def read_status(run_dir: Path) -> str | None:
     """finished, preempted or failed; None where no ending was written."""
     path = run_dir / RESULT_NAME
-    return cast(str, read_json(path)["status"]) if path.is_file() else None
+    return cast(str, read_json(path, remedy="remove the file")["status"]) if path.is_file() else None
 
 
 def write_start(run: TrainRun, state: TrainState) -> None:
-    """Rank 0 writes config.yaml, environment.json and a line of lineage.jsonl, and removes the former result."""
-    if run.ranks.is_main:
-        line = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "event": "resume" if state.step else "start",
-            "step": state.step,
-            "former_end": read_status(run.run_dir) or ("killed" if state.step else None),
-            "world_size": run.ranks.world_size,
-            "config_sha256": hashlib.sha256(run.config_yaml.encode()).hexdigest(),
-        }
-        (run.run_dir / "config.yaml").write_text(run.config_yaml)
-        write_json(run.run_dir / "environment.json", dict(run.environment))
-        with (run.run_dir / LINEAGE_NAME).open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        (run.run_dir / RESULT_NAME).unlink(missing_ok=True)
-    wait_for_all()
+    """Rank 0 writes config.yaml, environment.json, run.files and a line of lineage.jsonl, and removes the last result.
+
+    To be called once nothing can refuse the start any more. An error is raised on all ranks.
+    """
+    call_together(lambda: _write_start(run, state) if run.ranks.is_main else None)
+
+
+def _write_start(run: TrainRun, state: TrainState) -> None:
+    line = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "event": "resume" if state.step else "start",
+        "step": state.step,
+        "former_end": read_status(run.run_dir) or ("killed" if state.step else None),
+        "world_size": run.ranks.world_size,
+        "config_sha256": hashlib.sha256(run.config_yaml.encode()).hexdigest(),
+    }
+    for name, content in {**run.files, "config.yaml": run.config_yaml.encode()}.items():
+        write_whole(run.run_dir / name, content)
+    write_json(run.run_dir / "environment.json", dict(run.environment))
+    with (run.run_dir / LINEAGE_NAME).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    for name in (RESULT_NAME, _CLAIM_NAME):
+        (run.run_dir / name).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -86,12 +94,12 @@ def _describe(ending: Ending, began_s: float) -> dict[str, Any]:
 
 
 def _write_once(run_dir: Path, result: dict[str, Any]) -> None:
-    path = run_dir / RESULT_NAME
-    temporary = path.with_name(f".{path.name}.{result['status']}.{time.monotonic_ns()}")
-    write_json(temporary, result)
+    """The first to create the claim writes; a claim that a kill left behind goes at the next start."""
+    path, claim = run_dir / RESULT_NAME, run_dir / _CLAIM_NAME
     try:
-        path.hardlink_to(temporary)
+        claim.touch(exist_ok=False)
     except FileExistsError:
-        pass
-    finally:
-        temporary.unlink()
+        return
+    if not path.exists():
+        write_json(path, result)
+    claim.unlink()

@@ -1,16 +1,17 @@
 """What one process holds while a run goes on, and how it is opened: fresh, or from a checkpoint."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
 from prism_lm.checkpoint.load import check_fits, newest_checkpoint, read_trainer
 from prism_lm.checkpoint.manager import CheckpointManager
-from prism_lm.parallel.collectives import RunFailed, raise_together, sum_integers, wait_for_all
+from prism_lm.parallel.collectives import RunFailed, call_together, gather_objects, sum_integers
+from prism_lm.parallel.mesh import check_devices
 from prism_lm.train.config import check_parallel, compute_accumulation_steps
 from prism_lm.train.engine import Engine, build_engine, end_process_group
 from prism_lm.train.metrics import Meter, find_peak_flops
@@ -26,7 +27,6 @@ from prism_lm.train.step import TrainBatch
 from prism_lm.train.stop_signal import StopSignal
 from prism_lm.train.tensorboard import Recorder
 
-T = TypeVar("T")
 ENGINE_LOG_NAME = "deepspeed.log"
 
 
@@ -38,13 +38,14 @@ class Session:
     state: TrainState
     engine: Engine
     loader: Loader
+    validation_loader: Loader | None
     micro_batches: Iterator[TrainBatch]
     manager: CheckpointManager
     meter: Meter
     recorder: Recorder
     stop: StopSignal
     validation_batches: list[TrainBatch] = field(default_factory=list[TrainBatch])
-    "This rank's validation rows, read once; the same ones are evaluated each time."
+    "This rank's validation rows where train.eval_rows limits them, read once and evaluated each time."
     figures: dict[str, float] = field(default_factory=dict[str, float])
     "What the current step has to record."
     histograms: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
@@ -65,12 +66,13 @@ class Start:
 
 
 def choose_start(run: TrainRun) -> Start:
-    """Checks the run's settings and finds its newest complete checkpoint. Raises ValueError for what cannot run.
+    """Checks the run's settings and finds its newest checkpoint. Raises ValueError for what cannot run.
 
     Needs no process group; every rank comes to the same result.
     """
     compute_accumulation_steps(run.train, world_size=run.ranks.world_size)
     check_parallel(run.train, run.parallel)
+    check_devices(run.ranks)
     if run.train.eval_every_steps and run.build_validation_loader is None:
         raise ValueError(
             f"train.eval_every_steps={run.train.eval_every_steps} must be 0 without validation data; "
@@ -85,33 +87,51 @@ def choose_start(run: TrainRun) -> Start:
 
 
 def open_session(run: TrainRun, start: Start, stop: StopSignal, stack: ExitStack) -> Session:
-    """Builds model, engine and loaders, restores the checkpoint, and opens the records. The process group must be up.
+    """Builds model, engine and loaders and restores the checkpoint. What does not fit is refused here at the latest,
+    and the run's records stay as they are.
 
-    What it opens is closed with `stack`.
+    The process group must be up. What it opens is closed with `stack`.
     """
+    agree_on_start(run, start)
     manager = CheckpointManager(run.run_dir, run.train.checkpoint, run.ranks)
-    manager.clean()
     if start.folder is not None:
         manager.verify(start.folder)
+    loader = call_together(run.build_train_loader)
+    validation_loader = _open_validation(run)
     engine = _build_engine(run)
     stack.callback(end_process_group)
     stack.callback(engine.close)
-    loader = build_together(run.build_train_loader)
     if start.folder is not None:
         _restore(run, start.folder, engine, loader)
-    recorder = _open_recorder(run, start)
-    stack.callback(recorder.close)
     return Session(
         run=run,
         state=start.state,
         engine=engine,
         loader=loader,
-        micro_batches=build_together(lambda: iter(loader)),
+        validation_loader=validation_loader,
+        micro_batches=call_together(lambda: iter(loader)),
         manager=manager,
         meter=_build_meter(run, engine),
-        recorder=recorder,
+        recorder=_build_recorder(run, start),
         stop=stop,
     )
+
+
+def agree_on_start(run: TrainRun, start: Start) -> None:
+    """Raises RunFailed, on all ranks, where they found different checkpoints."""
+    found = gather_objects("none" if start.folder is None else start.folder.name)
+    rank = next((rank for rank, name in enumerate(found) if name != found[0]), None)
+    if rank is not None:
+        raise RunFailed(
+            f"run_dir={run.run_dir} must hold the same checkpoints for every rank, but the newest is {found[0]} for "
+            f"rank 0 and {found[rank]} for rank {rank}; use a run_dir on a file system that all hosts share"
+        )
+
+
+def _open_validation(run: TrainRun) -> Loader | None:
+    if run.build_validation_loader is None or not run.train.eval_every_steps:
+        return None
+    return call_together(run.build_validation_loader)
 
 
 def _build_engine(run: TrainRun) -> Engine:
@@ -123,18 +143,12 @@ def _build_engine(run: TrainRun) -> Engine:
 
 
 def _restore(run: TrainRun, folder: Path, engine: Engine, loader: Loader) -> None:
-    engine.load(folder)
-    build_together(lambda: restore_rank_state(folder, run.ranks.rank, loader))
+    call_together(lambda: engine.load(folder))
+    call_together(lambda: restore_rank_state(folder, run.ranks.rank, loader))
 
 
-def _open_recorder(run: TrainRun, start: Start) -> Recorder:
-    recorder = Recorder(
-        run.run_dir, resumed_step=start.state.step, total_steps=run.train.steps, enabled=run.ranks.is_main
-    )
-    wait_for_all()
-    if start.folder is not None:
-        recorder.say(f"resuming from {start.folder}")
-    return recorder
+def _build_recorder(run: TrainRun, start: Start) -> Recorder:
+    return Recorder(run.run_dir, resumed_step=start.state.step, total_steps=run.train.steps, enabled=run.ranks.is_main)
 
 
 def _build_meter(run: TrainRun, engine: Engine) -> Meter:
@@ -156,33 +170,32 @@ def save_session(session: Session) -> None:
     )
 
 
-def build_together(build: Callable[[], T]) -> T:
-    """What `build` returns; an error it raises on any rank is raised on all of them, as RunFailed."""
-    try:
-        built = build()
-    except Exception as error:
-        raise_together(error)
-        raise
-    raise_together(None)
-    return built
+def open_validation_pass(session: Session) -> Iterator[TrainBatch]:
+    """This rank's validation micro-batches: the first train.eval_rows rows over all ranks, kept from the first pass on;
+    with 0 all rows, read anew each pass and never held together. Errors are raised on all ranks."""
+    train = session.run.train
+    if not train.eval_rows:
+        return _read_validation(session)
+    if not session.validation_batches:
+        limit = -(-train.eval_rows // (train.micro_batch_rows * session.run.ranks.world_size))
+        session.validation_batches = list(islice(_read_validation(session), limit))
+    return iter(session.validation_batches)
 
 
-def read_validation(run: TrainRun) -> list[TrainBatch]:
-    """This rank's first validation micro-batches, train.eval_rows over all ranks; errors are raised on all ranks."""
-    assert run.build_validation_loader is not None
-    rows_at_once = run.train.micro_batch_rows * run.ranks.world_size
-    limit = -(-run.train.eval_rows // rows_at_once) if run.train.eval_rows else None
-    batches: list[TrainBatch] = []
-    loader = build_together(run.build_validation_loader)
-    iterator = build_together(lambda: iter(loader))
-    while limit is None or len(batches) < limit:
-        batch = build_together(lambda: next(iterator, None))
+def _read_validation(session: Session) -> Iterator[TrainBatch]:
+    loader, world_size = session.validation_loader, session.run.ranks.world_size
+    assert loader is not None
+    iterator, is_first = call_together(lambda: iter(loader)), True
+    while True:
+        batch = call_together(lambda: next(iterator, None))
         ended = sum_integers([int(batch is None)])[0]
-        if 0 < ended < run.ranks.world_size:
-            raise RunFailed(f"the validation loader ended on {ended} of {run.ranks.world_size} ranks only")
+        if 0 < ended < world_size:
+            raise RunFailed(
+                f"the validation loader ended on {ended} of {world_size} ranks only; pass loaders of equal length"
+            )
+        if batch is None and is_first:
+            raise RunFailed("the validation loader has no rows; set train.eval_every_steps=0 or prepare more data")
         if batch is None:
-            break
-        batches.append(batch)
-    if not batches:
-        raise RunFailed("the validation loader has no rows; set train.eval_every_steps=0 or prepare more data")
-    return batches
+            return
+        is_first = False
+        yield batch

@@ -12,12 +12,9 @@ from torch import nn
 
 from prism_lm.checkpoint.folder import rank_file
 from prism_lm.parallel.apply import ParallelConfig
-from prism_lm.parallel.collectives import RunFailed
 from prism_lm.parallel.mesh import Ranks
 from prism_lm.train.config import TrainConfig
 from prism_lm.train.step import TrainBatch
-
-__all__ = ["Loader", "RunFailed", "Status", "TrainRun", "TrainState"]
 
 Status = Literal["finished", "preempted"]
 
@@ -25,7 +22,9 @@ Status = Literal["finished", "preempted"]
 class Loader(Protocol):
     """Micro-batches of this rank, whose place in the data is a plain state."""
 
-    def __iter__(self) -> Iterator[TrainBatch]: ...
+    def __iter__(self) -> Iterator[TrainBatch]:
+        """Endless loaders go on where they are; one that ends begins again."""
+        ...
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the batches taken so far, in plain values and tensors."""
@@ -52,13 +51,16 @@ class TrainRun:
     build_train_loader: Callable[[], Loader]
     "An endless loader; called once the process group is up."
     build_validation_loader: Callable[[], Loader] | None
-    "A loader that ends, with equally many batches on every rank; needed where train.eval_every_steps is not 0."
+    """A loader that ends, with equally many batches on every rank; called once, like the other one. Needed where
+    train.eval_every_steps is not 0."""
     flops_per_token: float | None
     "Forward and backward FLOPs of one token; None leaves the MFU out."
     config_yaml: str
     "The resolved configuration, kept as config.yaml."
     environment: Mapping[str, Any]
     "Kept as environment.json."
+    files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    "Kept in the run folder under these names when the run starts, such as tokenizer.model."
     fingerprints: Mapping[str, str] = field(default_factory=dict[str, str])
     "Names and identities (of model, data) that a resume must find unchanged."
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -13,19 +14,32 @@ METRICS_NAME = "metrics.jsonl"
 class Recorder:
     """Records the figures of a run at rank 0, from the step after `resumed_step` on; other ranks record nothing.
 
-    What an earlier, killed process recorded beyond that step is dropped, so that no step is recorded twice.
+    It writes while it is entered. What an earlier, killed process recorded beyond that step is dropped then, so that no
+    step is recorded twice.
     """
 
     def __init__(self, run_dir: Path, *, resumed_step: int, total_steps: int, enabled: bool) -> None:
+        self._run_dir = run_dir
+        self._resumed_step = resumed_step
         self._total_steps = total_steps
         self._enabled = enabled
-        if not enabled:
-            return
-        from torch.utils.tensorboard.writer import SummaryWriter
 
-        drop_after(run_dir / METRICS_NAME, resumed_step)
-        self._file = (run_dir / METRICS_NAME).open("a")
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed_step + 1, flush_secs=10)
+    def __enter__(self) -> "Recorder":
+        if self._enabled:
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            drop_after(self._run_dir / METRICS_NAME, self._resumed_step)
+            self._file = (self._run_dir / METRICS_NAME).open("a")
+            board_dir = str(self._run_dir / "tensorboard")
+            self._board = SummaryWriter(board_dir, purge_step=self._resumed_step + 1, flush_secs=10)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._enabled:
+            self._file.close()
+            self._board.close()
 
     def write(
         self,
@@ -50,11 +64,6 @@ class Recorder:
         """Prints a line at rank 0."""
         if self._enabled:
             print(text, flush=True)
-
-    def close(self) -> None:
-        if self._enabled:
-            self._file.close()
-            self._board.close()
 
 
 def drop_after(path: Path, last_step: int) -> None:

@@ -1,14 +1,16 @@
 """result.json says how a run ended, once."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from prism_lm.parallel.collectives import RunFailed
 from prism_lm.parallel.mesh import Ranks
 from prism_lm.train.config import TrainConfig
 from prism_lm.train.outcome import Ending, read_status, reporting, write_start
-from prism_lm.train.state import RunFailed, TrainRun, TrainState
+from prism_lm.train.state import TrainRun, TrainState
 from tests.harness import build_run
 
 
@@ -21,8 +23,6 @@ def read_result(run_dir: Path) -> dict[str, object]:
 
 
 def of_rank(run: TrainRun, rank: int) -> TrainRun:
-    from dataclasses import replace
-
     return replace(run, ranks=Ranks(rank=rank, world_size=2))
 
 
@@ -53,7 +53,7 @@ def test_error_that_all_ranks_share_is_written_by_rank_0(tmp_path: Path) -> None
 
 
 def test_start_removes_the_former_result_and_keeps_its_cause(tmp_path: Path) -> None:
-    run = build_run(tmp_path, TrainConfig())
+    run = replace(build_run(tmp_path, TrainConfig()), files={"tokenizer.model": b"\x00\xff"})
     write_start(run, TrainState())
     with reporting(run, build_ending()):
         pass
@@ -69,3 +69,21 @@ def test_start_removes_the_former_result_and_keeps_its_cause(tmp_path: Path) -> 
     assert read_status(tmp_path) is None
     assert (tmp_path / "config.yaml").read_text() == run.config_yaml
     assert json.loads((tmp_path / "environment.json").read_text()) == {"python": "3"}
+    assert (tmp_path / "tokenizer.model").read_bytes() == b"\x00\xff"
+
+
+def test_ending_cut_short_by_a_kill_does_not_silence_the_next(tmp_path: Path) -> None:
+    run = build_run(tmp_path, TrainConfig())
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("prism_lm.train.outcome.write_json", raise_exit)
+        with reporting(run, build_ending()):
+            pass
+    assert read_status(tmp_path) is None
+    write_start(run, TrainState(step=4))
+    with reporting(run, build_ending()):
+        pass
+    assert read_status(tmp_path) == "preempted"
+
+
+def raise_exit(path: Path, value: object) -> None:
+    raise SystemExit

@@ -11,7 +11,7 @@ from prism_lm.train.tensorboard import METRICS_NAME, Recorder, drop_after, forma
 from tests.harness import read_records
 
 
-def open_recorder(run_dir: Path, *, resumed_step: int = 0, enabled: bool = True) -> Recorder:
+def build_recorder(run_dir: Path, *, resumed_step: int = 0, enabled: bool = True) -> Recorder:
     return Recorder(run_dir, resumed_step=resumed_step, total_steps=9, enabled=enabled)
 
 
@@ -24,18 +24,23 @@ def read_board(run_dir: Path, tag: str) -> list[int]:
 
 
 def test_resumed_run_records_no_step_twice(tmp_path: Path) -> None:
-    recorder = open_recorder(tmp_path)
-    for step in range(1, 6):
-        recorder.write(step, 10 * step, {"train/loss_nats": 1.0 / step})
-    recorder.close()
-    recorder = open_recorder(tmp_path, resumed_step=3)
-    for step in range(4, 8):
-        recorder.write(step, 10 * step, {"train/loss_nats": 2.0 / step})
-    recorder.close()
+    with build_recorder(tmp_path) as recorder:
+        for step in range(1, 6):
+            recorder.write(step, 10 * step, {"train/loss_nats": 1.0 / step})
+    with build_recorder(tmp_path, resumed_step=3) as recorder:
+        for step in range(4, 8):
+            recorder.write(step, 10 * step, {"train/loss_nats": 2.0 / step})
     records = read_records(tmp_path)
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6, 7]
     assert records[4] == {"step": 5, "tokens": 50, "train/loss_nats": 0.4}
     assert read_board(tmp_path, "train/loss_nats") == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_recorder_leaves_the_records_alone_until_it_is_entered(tmp_path: Path) -> None:
+    with build_recorder(tmp_path) as recorder:
+        recorder.write(1, 10, {"train/loss_nats": 1.0})
+    build_recorder(tmp_path, resumed_step=0)
+    assert [record["step"] for record in read_records(tmp_path)] == [1]
 
 
 def test_line_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
@@ -46,18 +51,16 @@ def test_line_cut_short_by_a_kill_is_dropped(tmp_path: Path) -> None:
 
 
 def test_value_that_is_not_finite_is_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorder = open_recorder(tmp_path)
-    recorder.write(1, 10, {"train/loss_nats": math.nan}, {"decay/blocks.0": torch.rand(5)})
-    recorder.close()
+    with build_recorder(tmp_path) as recorder:
+        recorder.write(1, 10, {"train/loss_nats": math.nan}, {"decay/blocks.0": torch.rand(5)})
     assert json.loads((tmp_path / METRICS_NAME).read_text()) == {"step": 1, "tokens": 10, "train/loss_nats": None}
     assert capsys.readouterr().out == "step 1/9  loss nan\n"
 
 
 def test_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorder = open_recorder(tmp_path, enabled=False)
-    recorder.write(1, 10, {"train/loss_nats": 1.0})
-    recorder.say("hello")
-    recorder.close()
+    with build_recorder(tmp_path, enabled=False) as recorder:
+        recorder.write(1, 10, {"train/loss_nats": 1.0})
+        recorder.say("hello")
     assert not list(tmp_path.iterdir()) and capsys.readouterr().out == ""
 
 
