@@ -48,3 +48,12 @@ def check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 def compute_dtype_of(tensor: torch.Tensor) -> torch.dtype:
     """The dtype an operator computes in: fp64 for fp64 inputs, fp32 for every other float."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` in `dtype`, for what an autograd.Function's forward returns.
+
+    torch 2.11's compiler loses the gradient of a result that comes from an in-place operation or from a `.to` that
+    changes nothing.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

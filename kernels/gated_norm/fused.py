@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from kernels.checks import compute_dtype_of
+from kernels.checks import compute_dtype_of, narrow
 from kernels.gated_norm.reference import check_gated_norm_inputs
 
 
@@ -29,7 +29,7 @@ class _GatedNorm(torch.autograd.Function):
         ctx.eps = eps
         dtype = compute_dtype_of(x)
         normed, _ = _normalise(x.to(dtype), eps)
-        return normed.mul_(weight_V.to(dtype)).mul_(F.silu(gate.to(dtype))).to(x.dtype)
+        return narrow(normed.mul_(weight_V.to(dtype)) * F.silu(gate.to(dtype)), x.dtype)
 
     @staticmethod
     @once_differentiable

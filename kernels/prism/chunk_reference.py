@@ -208,7 +208,7 @@ class _ChunkScan(torch.autograd.Function):
         state_PKV = torch.stack(states[:-1], dim=1).flatten(0, 1)
         value_PJV[:, :C].baddbmm_(w_PCK, state_PKV, alpha=-1)
         out_PCV = torch.bmm(scores_PUJ[:, :C], value_PJV)
-        out_PCV.baddbmm_(decays.entry_PC[:, :, None] * query_PCK, state_PKV)
+        out_PCV = torch.baddbmm(out_PCV, decays.entry_PC[:, :, None] * query_PCK, state_PKV)
         saved = (read_PUK, key_PJK, erase_PC, value_PJV, state_PKV, inverse_PCC, scores_PUJ, w_PCK)
         ctx.save_for_backward(*saved, *decays)
         return out_PCV, states[-1]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from kernels.checks import compute_dtype_of
+from kernels.checks import compute_dtype_of, narrow
 from kernels.short_conv.reference import check_short_conv_inputs
 
 
@@ -65,7 +65,7 @@ class _ShiftedConv(torch.autograd.Function):
         ctx.save_for_backward(inputs_BRD, weight_DW, same_BTW)
         dtype = compute_dtype_of(inputs_BRD)
         sum_BTD = _convolve(inputs_BRD.to(dtype), weight_DW.to(dtype), same_BTW)
-        return F.silu(sum_BTD, inplace=True).to(inputs_BRD.dtype)
+        return narrow(F.silu(sum_BTD), inputs_BRD.dtype)
 
     @staticmethod
     @once_differentiable
