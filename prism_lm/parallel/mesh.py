@@ -63,9 +63,9 @@ def process_group(ranks: Ranks) -> Generator[None, None, None]:
     import torch
     import torch.distributed as dist
 
-    os.environ.setdefault("RANK", str(ranks.rank))
-    os.environ.setdefault("LOCAL_RANK", str(ranks.local_rank))
-    os.environ.setdefault("WORLD_SIZE", str(ranks.world_size))
+    added = {"RANK": ranks.rank, "LOCAL_RANK": ranks.local_rank, "WORLD_SIZE": ranks.world_size}
+    added = {name: str(value) for name, value in added.items() if name not in os.environ}
+    os.environ.update(added)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank)
@@ -83,3 +83,5 @@ def process_group(ranks: Ranks) -> Generator[None, None, None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        for name in added:
+            os.environ.pop(name, None)

@@ -1,5 +1,7 @@
 """Ranks as the environment names them."""
 
+import os
+
 import pytest
 
 from prism_lm.parallel.mesh import Ranks, check_devices, process_group
@@ -31,11 +33,12 @@ def test_rank_outside_the_world_is_refused() -> None:
         Ranks(rank=2, world_size=2)
 
 
-def test_one_process_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_needs_no_address_and_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     import torch.distributed as dist
 
     with process_group(Ranks()):
-        assert dist.get_world_size() == 1
+        assert dist.get_world_size() == 1 and os.environ["RANK"] == "0"
     assert not dist.is_initialized()
+    assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(os.environ)
