@@ -86,6 +86,7 @@ def continue_prompts(
         top_p=top_p,
         seed=seed,
         stop_token=run.tokenizer.eos_id,
+        num_known_tokens=run.tokenizer.vocab_size,
     )
     decoded = (run.tokenizer.decode(tokens) for tokens in continuations)
     return [prompt + text for prompt, text in zip(prompts, decoded, strict=True)]

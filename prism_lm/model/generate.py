@@ -20,12 +20,14 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop_token: int | None = None,
+    num_known_tokens: int | None = None,
 ) -> list[list[int]]:
     """New token ids for each prompt, without the prompt and without the stop token; prompts may differ in length.
 
     temperature 0 takes the likeliest token. top_k 0 and top_p 1 leave every token possible. A prompt's text depends on
     the seed and its place in the list, not on the other prompts. Generation of a prompt ends at stop_token (None:
-    never) or after max_new_tokens. Raises ValueError for a setting out of range, no prompt, an empty prompt or an
+    never) or after max_new_tokens. Only ids below num_known_tokens are drawn, those of a tokenizer smaller than the
+    model's vocabulary (None: all). Raises ValueError for a setting out of range, no prompt, an empty prompt or an
     unknown id.
     """
     _check_settings(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -38,7 +40,9 @@ def generate(
     generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts_ids))]
     texts = _Texts(len(prompts_ids), stop_token)
     for remaining in range(max_new_tokens - 1, -1, -1):
-        filtered_BV = filter_logits(logits_BTV[:, -1], temperature=temperature, top_k=top_k, top_p=top_p)
+        filtered_BV = filter_logits(
+            logits_BTV[:, -1, :num_known_tokens], temperature=temperature, top_k=top_k, top_p=top_p
+        )
         token_B = sample(filtered_BV, generators)
         texts.append(token_B.tolist())
         if texts.all_ended or not remaining:

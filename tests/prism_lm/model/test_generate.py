@@ -60,6 +60,13 @@ def test_sampled_text_does_not_depend_on_the_other_prompts():
     assert generate(model, PROMPTS[2:], max_new_tokens=12, seed=11) == together[2:]
 
 
+def test_ids_beyond_the_tokenizers_are_never_drawn():
+    model = build_small(SMALL)
+    options = {"max_new_tokens": 40, "temperature": 5.0, "seed": 4}
+    (free,), (known,) = generate(model, [[1, 2]], **options), generate(model, [[1, 2]], num_known_tokens=20, **options)
+    assert max(free) >= 20 and max(known) < 20
+
+
 def test_text_ends_before_the_stop_token():
     model = build_small(SMALL)
     free = generate(model, PROMPTS, max_new_tokens=15, seed=2)
