@@ -56,11 +56,6 @@ def broadcast_object(value: T) -> T:
     return held[0]
 
 
-def wait_for_all() -> None:
-    """Returns once every process has called it."""
-    sum_integers([0])
-
-
 def raise_together(error: Exception | None) -> None:
     """Raises RunFailed on every rank when any rank passes an error; its text names the first such rank's error."""
     if sum_integers([int(error is not None)])[0] == 0:
