@@ -57,3 +57,31 @@ def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     changes nothing.
     """
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1, set before a kernel's module is imported)."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def check_on_gpu(operator: str, plain: str, tensors: dict[str, torch.Tensor | None]) -> None:
+    """Raise ValueError unless every given tensor is on one CUDA device; on the CPU only Triton's interpreter runs
+    kernels. `plain` names the form of `operator` that runs anywhere."""
+    first = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        first = tensor.device if first is None else first
+        if tensor.device != first or not (tensor.is_cuda or is_interpreted()):
+            raise ValueError(
+                f"{name}.device={tensor.device} must be the CUDA device of all of {operator}'s tensors; "
+                f"move it, or call {plain}, which runs anywhere"
+            )
+
+
+def check_multiple(name: str, value: int, multiple: int, maximum: int) -> None:
+    """Raise ValueError unless `value` is a multiple of `multiple`, from there to `maximum`."""
+    if value % multiple or not 0 < value <= maximum:
+        raise ValueError(f"{name}={value} must be a multiple of {multiple} from {multiple} to {maximum}; pad it")
