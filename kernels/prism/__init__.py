@@ -2,6 +2,6 @@
 
 - `reference.py` `prism_scan_reference`: the loop over tokens, the definition.
 - `chunk_reference.py` `prism_scan_chunked`: the chunk form in plain torch, with its own backward.
-- `step.py` `prism_step`: one decode token.
+- `step_reference.py` `prism_step_reference`: one decode token in plain torch.
 - `activation.py` `Activation`: the solver's activations by name.
 """

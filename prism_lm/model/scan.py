@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from kernels.prism.activation import Activation
-from kernels.prism.step import prism_step
+from kernels.prism.step_reference import prism_step_reference as prism_step
 
 
 class Scan(Protocol):

@@ -1,4 +1,4 @@
-"""One token of the PRISM recurrence, for decoding: O(H K V) work, no dependence on the tokens before it.
+"""One token of the PRISM recurrence in plain torch: the definition of a decode step, O(H K V) work.
 
 The equation and the dim letters are those of reference.py.
 """
@@ -10,7 +10,7 @@ from kernels.prism.activation import Activation
 from kernels.prism.reference import advance_state, check_scan_inputs, check_scan_state, compute_writes
 
 
-def prism_step(
+def prism_step_reference(
     query_BHK: torch.Tensor,
     key_BMHK: torch.Tensor,
     residual_BHV: torch.Tensor,
