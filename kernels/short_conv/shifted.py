@@ -13,7 +13,7 @@ from kernels.checks import compute_dtype_of, narrow
 from kernels.short_conv.reference import check_short_conv_inputs
 
 
-def short_conv(
+def short_conv_shifted(
     x_BTD: torch.Tensor,
     weight_DW: torch.Tensor,
     *,

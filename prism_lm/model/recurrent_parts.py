@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kernels.gated_norm.fused import gated_rms_norm
-from kernels.short_conv.shifted import short_conv
+from kernels.gated_norm.explicit import gated_rms_norm_explicit as gated_rms_norm
+from kernels.short_conv.shifted import short_conv_shifted as short_conv
 from prism_lm.model.config import ModelConfig
 
 KEY_NORM_EPS = 1e-6

@@ -1,4 +1,4 @@
-"""Gated RMS norm with its own backward; the equation of reference.py.
+"""Gated RMS norm in plain torch with its own backward; the equation of reference.py.
 
 With n = x / rms, s = sigmoid(gate), a = dy weight SiLU(gate):
 
@@ -13,7 +13,7 @@ from kernels.checks import compute_dtype_of, narrow
 from kernels.gated_norm.reference import check_gated_norm_inputs
 
 
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight_V: torch.Tensor, *, eps: float) -> torch.Tensor:
+def gated_rms_norm_explicit(x: torch.Tensor, gate: torch.Tensor, weight_V: torch.Tensor, *, eps: float) -> torch.Tensor:
     """Normalise x (..., V), scale by weight_V, gate by SiLU(gate); the arguments of `gated_rms_norm_reference`.
 
     Differentiable once. Only the inputs are kept for the backward.
