@@ -39,6 +39,18 @@ def check_at_least(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"{name}={value} must be at least {minimum}; raise it")
 
 
+def check_at_most(name: str, value: int, maximum: int) -> None:
+    """Raise ValueError unless `value <= maximum`."""
+    if value > maximum:
+        raise ValueError(f"{name}={value} must be at most {maximum}; lower it")
+
+
+def check_no_fp64(name: str, tensor: torch.Tensor, plain: str) -> None:
+    """Raise ValueError if `tensor` is fp64, which no kernel takes; `plain` names the form that does."""
+    if tensor.dtype == torch.float64:
+        raise ValueError(f"{name}.dtype={tensor.dtype} must be at most 32 bits wide; cast it, or call {plain}")
+
+
 def check_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
     if value not in choices:

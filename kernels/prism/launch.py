@@ -1,0 +1,92 @@
+"""How each kernel of the chunk form is launched: block widths, warps, pipeline stages.
+
+A fixed table, keyed by widths, written pairs and element size alone: nothing is tuned while a run is on, so every rank and
+every step of it, and every T, B and number of documents, use the same kernels. The settings were measured on an H200
+(LOG.md); CANDIDATES lists those that were tried there and that the GPU tests hold against fp64.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """One kernel's settings: block_v values (block_k key columns) a program, warps a program, stages of its loop."""
+
+    block_v: int = 128
+    block_k: int = 128
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+class Shape(NamedTuple):
+    """What the choice of a launch depends on."""
+
+    num_pairs: int
+    key_width: int
+    value_width: int
+    element_bytes: int
+
+
+CANDIDATES: dict[str, list[Launch]] = {
+    "prepare": [Launch(num_warps=8), Launch(num_warps=4)],
+    "state": [
+        Launch(block_v=64, num_warps=4, num_stages=2),
+        Launch(block_v=64, num_warps=4, num_stages=3),
+        Launch(block_v=128, num_warps=8, num_stages=2),
+        Launch(block_v=32, num_warps=2, num_stages=2),
+    ],
+    "output": [Launch(num_warps=4), Launch(num_warps=8), Launch(block_v=64, num_warps=4)],
+    "local": [Launch(num_warps=4), Launch(num_warps=8)],
+    "state_grad": [
+        Launch(block_v=64, num_warps=4, num_stages=2),
+        Launch(block_v=64, num_warps=4, num_stages=3),
+        Launch(block_v=128, num_warps=8, num_stages=2),
+        Launch(block_v=32, num_warps=2, num_stages=2),
+    ],
+    "write_grad": [Launch(num_warps=8), Launch(num_warps=4), Launch(block_v=64, num_warps=4)],
+    "key_grad": [
+        Launch(block_v=64, num_warps=8, num_stages=2),
+        Launch(block_v=128, num_warps=8, num_stages=1),
+        Launch(block_v=64, block_k=64, num_warps=4, num_stages=2),
+    ],
+}
+WIDE = Launch(block_v=32, block_k=64, num_warps=4, num_stages=1)
+_overrides: dict[str, Launch] = {}
+
+
+def choose(kernel: str, shape: Shape) -> Launch:
+    """The launch of a kernel: an override, or the first candidate; small blocks where fp32 or wide heads fill the
+    shared memory."""
+    if kernel in _overrides:
+        return _fit(_overrides[kernel], shape)
+    is_wide = shape.element_bytes == 4 or max(shape.key_width, shape.value_width) > 128
+    return _fit(WIDE if is_wide else CANDIDATES[kernel][0], shape)
+
+
+def _fit(launch: Launch, shape: Shape) -> Launch:
+    """No block wider than the tensor, rounded up to a power of two."""
+    return replace(
+        launch,
+        block_v=min(launch.block_v, round_up(shape.value_width)),
+        block_k=min(launch.block_k, round_up(shape.key_width)),
+    )
+
+
+def round_up(width: int) -> int:
+    """The power of two at or above `width`."""
+    return 1 << (width - 1).bit_length()
+
+
+@contextmanager
+def override(kernel: str, launch: Launch) -> Iterator[None]:
+    """Launch `kernel` with these settings inside the block; for measurements and tests."""
+    before = dict(_overrides)
+    _overrides[kernel] = launch
+    try:
+        yield
+    finally:
+        _overrides.clear()
+        _overrides.update(before)

@@ -1,0 +1,122 @@
+"""Pieces that the chunk kernels share: where a program stands, loads, decays, the triangular inverse, the activation.
+
+C tokens in a chunk, rows of a tile; G the cumulative log decay inside a chunk, segments the documents inside it.
+"""
+
+import triton
+import triton.language as tl
+
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+DIAGONAL_BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def locate_chunk(N, H, NUM_BLOCKS: tl.constexpr):
+    """This program's block, chunk, row of the batch and head, blocks fastest, then heads: neighbours share pages."""
+    i_program = tl.program_id(0).to(tl.int64)
+    i_block = (i_program % NUM_BLOCKS).to(tl.int32)
+    i_rest = i_program // NUM_BLOCKS
+    return i_block, (i_rest // H) % N, i_rest // (H * N), i_rest % H
+
+
+@triton.jit
+def load_tile(p_tile, o_row, m_row, stride, o_col, m_col):
+    return tl.load(p_tile + o_row[:, None] * stride + o_col[None, :], mask=m_row[:, None] & m_col[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(p_tile, b_tile, o_row, m_row, stride, o_col, m_col):
+    p_element = p_tile + o_row[:, None] * stride + o_col[None, :]
+    tl.store(p_element, b_tile.to(p_tile.dtype.element_ty), mask=m_row[:, None] & m_col[None, :])
+
+
+@triton.jit
+def store_transposed(p_tile, b_tile, o_row, stride, o_col, m_col):
+    """Store a (row, col) tile as (col, row)."""
+    p_element = p_tile + o_col[None, :] * stride + o_row[:, None]
+    tl.store(p_element, b_tile.to(p_tile.dtype.element_ty), mask=m_col[None, :] & (o_row[:, None] >= 0))
+
+
+@triton.jit
+def load_segments(p_start, o_t, m_t, HAS_DOCUMENTS: tl.constexpr):
+    """How many documents began in the chunk up to and with each token."""
+    if HAS_DOCUMENTS:
+        b_start = tl.load(p_start + o_t, mask=m_t, other=0).to(tl.int32)
+        return tl.cumsum(b_start, 0)
+    else:
+        return tl.zeros_like(o_t.to(tl.int32))
+
+
+@triton.jit
+def decay_between(b_total, b_segment, o_c, STRICT: tl.constexpr):
+    """(i, j): the decay from after token j to token i >= j (STRICT: i > j) of the same document, else 0."""
+    if STRICT:
+        m_pair = o_c[:, None] > o_c[None, :]
+    else:
+        m_pair = o_c[:, None] >= o_c[None, :]
+    m_pair = m_pair & (b_segment[:, None] == b_segment[None, :])
+    return tl.exp(tl.where(m_pair, (b_total[:, None] - b_total[None, :]).to(tl.float32), float("-inf")))
+
+
+@triton.jit
+def decay_between_transposed(b_total, b_segment, o_c, STRICT: tl.constexpr):
+    """(j, i): the transpose of `decay_between`."""
+    if STRICT:
+        m_pair = o_c[:, None] < o_c[None, :]
+    else:
+        m_pair = o_c[:, None] <= o_c[None, :]
+    m_pair = m_pair & (b_segment[:, None] == b_segment[None, :])
+    return tl.exp(tl.where(m_pair, (b_total[None, :] - b_total[:, None]).to(tl.float32), float("-inf")))
+
+
+@triton.jit
+def activate(b_x, GELU: tl.constexpr):
+    if GELU:
+        return 0.5 * b_x * (1.0 + tl.erf(b_x * SQRT_HALF))
+    else:
+        return b_x
+
+
+@triton.jit
+def activate_slope(b_x, GELU: tl.constexpr):
+    if GELU:
+        return 0.5 * (1.0 + tl.erf(b_x * SQRT_HALF)) + b_x * tl.exp(-0.5 * b_x * b_x) * INV_SQRT_2PI
+    else:
+        return tl.zeros_like(b_x) + 1.0
+
+
+@triton.jit
+def invert_unit_lower(b_strict, C: tl.constexpr):
+    """(I + strict)^-1 in fp32: forward substitution on the diagonal blocks, all at once, then a short block series.
+
+    With D the blocks' own inverse, I + A = D^-1 (I + N), N = D (A - diagonal blocks) is zero after C / 16 powers.
+    """
+    NUM: tl.constexpr = C // DIAGONAL_BLOCK
+    o_c = tl.arange(0, C)
+    o_s = tl.arange(0, DIAGONAL_BLOCK)
+    b_eye = (o_s[:, None] == o_s[None, :]).to(tl.float32)[None, :, :]
+    if NUM == 1:
+        b_block = tl.reshape(b_strict, (1, DIAGONAL_BLOCK, DIAGONAL_BLOCK))
+    else:
+        m_same = tl.arange(0, NUM)[:, None, None, None] == tl.arange(0, NUM)[None, None, :, None]
+        b_cut = tl.reshape(b_strict, (NUM, DIAGONAL_BLOCK, NUM, DIAGONAL_BLOCK))
+        b_block = tl.sum(tl.where(m_same, b_cut, 0.0), 2)
+    b_inverse = b_block * 0.0 + b_eye
+    for i in tl.static_range(DIAGONAL_BLOCK - 1):
+        b_column = tl.sum(tl.where(o_s[None, None, :] == i, b_block, 0.0), 2)
+        b_row = tl.sum(tl.where(o_s[None, :, None] == i, b_inverse, 0.0), 1)
+        b_inverse -= b_column[:, :, None] * b_row[:, None, :]
+    if NUM == 1:
+        return tl.reshape(b_inverse, (C, C))
+    else:
+        b_wide = tl.where(m_same, b_inverse[:, :, None, :], 0.0)
+        b_wide = tl.reshape(b_wide, (C, C))
+        m_off = (o_c[:, None] // DIAGONAL_BLOCK) != (o_c[None, :] // DIAGONAL_BLOCK)
+        b_off = tl.where(m_off, b_strict, 0.0)
+        b_nilpotent = tl.dot(b_wide, b_off, input_precision="tf32x3")
+        b_series = (o_c[:, None] == o_c[None, :]).to(tl.float32) - b_nilpotent
+        if NUM > 2:
+            b_square = tl.dot(b_nilpotent, b_nilpotent, input_precision="tf32x3")
+            b_series += tl.dot(b_series, b_square, input_precision="tf32x3")
+        return tl.dot(b_series, b_wide, input_precision="tf32x3")
