@@ -3,5 +3,6 @@
 - `reference.py` `prism_scan_reference`: the loop over tokens, the definition.
 - `chunk_reference.py` `prism_scan_chunked`: the chunk form in plain torch, with its own backward.
 - `step_reference.py` `prism_step_reference`: one decode token in plain torch.
+- `step.py` `prism_step`: the same as one Triton kernel, without gradients.
 - `activation.py` `Activation`: the solver's activations by name.
 """

@@ -128,7 +128,7 @@ def _advance(
     B, H, V, K = state_BHVK.shape
     gain = None if gain_BLHV is None else gain_BLHV.contiguous()
     out_BHV = allocate.allocate(B, H, V, like=query_BHK)
-    BK = triton.next_power_of_2(K)
+    BK = 1 << (K - 1).bit_length()
     _step_kernel[(B * H * (V // BLOCK_V),)](
         query_BHK.contiguous(), key_BMHK.contiguous(), residual_BHV.contiguous(), gain,
         step_size_BMH.contiguous(), log_decay_BH.contiguous(), state_BHVK.contiguous(), out_BHV, new_state_BHVK,
