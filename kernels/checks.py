@@ -71,6 +71,7 @@ def narrow(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
+@torch.compiler.assume_constant_result
 def is_interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1, set before a kernel's module is imported)."""
     import triton
