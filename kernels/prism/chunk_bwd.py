@@ -39,7 +39,7 @@ from kernels.prism.tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "H"])
 def local_kernel(
     p_query, p_key, p_start, p_total, p_grad_out, p_grad_value,
     T, N, H, scale,
@@ -63,7 +63,7 @@ def local_kernel(
     store_transposed(p_grad_value + i_chunk * V * C, b_local, o_c, C, o_v, m_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "H"])
 def state_grad_kernel(
     p_query, p_key, p_entry, p_exit, p_carry, p_w, p_grad_out, p_grad_value, p_grad_final, p_grad_state, p_grad_entry,
     T, N, H, scale,
@@ -112,7 +112,7 @@ def state_grad_kernel(
     store_tile(p_grad_entry + i_head * V * K, b_grad, o_v, m_v, K, o_k, m_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "H", "num_tokens"])
 def write_grad_kernel(
     p_query, p_key, p_residual, p_gain, p_step, p_start, p_total, p_exit, p_inverse,
     p_grad_out, p_grad_value, p_grad_state,
@@ -135,24 +135,16 @@ def write_grad_kernel(
 
     b_inverse = load_tile(p_inverse + i_chunk * C * C, o_c, m_c, C, o_c, m_c)
     b_value = load_tile(p_grad_value + i_chunk * V * C, o_v, m_v, C, o_c, m_c)
-    b_lambda = tl.dot(tl.trans(b_inverse), tl.trans(b_value), input_precision=PRECISION)
-    b_lambda_low = b_lambda.to(dtype)
-    store_tile(p_lambda + i_chunk * C * V, b_lambda_low, o_c, m_c, V, o_v, m_v)
+    b_lambda = tl.dot(tl.trans(b_inverse), tl.trans(b_value), input_precision=PRECISION).to(dtype)
+    store_tile(p_lambda + i_chunk * C * V, b_lambda, o_c, m_c, V, o_v, m_v)
     b_residual = load_tile(p_residual, o_c, m_t, H * V, o_v, m_v).to(tl.float32)
     b_step = tl.load(p_step + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
     if M > 1:
-        b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
-        b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
-        b_grad_out = load_tile(p_grad_out + (i_token * H + i_h) * V, o_c, m_t, H * V, o_v, m_v)
-        b_grad_state = load_tile(p_grad_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
         b_total, b_exit = tl.load(p_total + i_chunk * C + o_c), tl.load(p_exit + i_chunk * C + o_c)
         b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
-        b_attend = decay_between_transposed(b_total, b_segment, o_c, False) * scale
-        b_erase = decay_between_transposed(b_total, b_segment, o_c, True) * -b_step[None, :]
 
     b_carried = tl.zeros((C, BV), tl.float32)
-    for i_back in tl.static_range(M):
-        i_l: tl.constexpr = M - 1 - i_back
+    for i_l in tl.static_range(M - 1, -1, -1):
         b_left = b_residual
         if L > 0:
             for i_m in tl.static_range(i_l):
@@ -163,18 +155,24 @@ def write_grad_kernel(
         else:
             b_write = b_left
         if i_l == 0:
-            b_step_l, b_grad = b_step, b_lambda
+            b_step_l, b_grad = b_step, b_lambda.to(tl.float32)
         else:
             b_step_l = tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
             store_transposed(
                 p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C, b_write * b_step_l[:, None], o_c, C, o_v, m_v
             )
             b_key_l = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
+            b_grad_state = load_tile(p_grad_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
             b_grad = tl.dot(b_key_l, tl.trans(b_grad_state), input_precision=PRECISION) * b_exit[:, None]
-            b_score = tl.dot(b_key_l, tl.trans(b_query), input_precision=PRECISION) * b_attend
+            b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
+            b_score = tl.dot(b_key_l, tl.trans(b_query), input_precision=PRECISION) * scale
+            b_score *= decay_between_transposed(b_total, b_segment, o_c, False)
+            b_grad_out = load_tile(p_grad_out + (i_token * H + i_h) * V, o_c, m_t, H * V, o_v, m_v)
             b_grad = tl.dot(b_score.to(dtype), b_grad_out, b_grad, input_precision=PRECISION)
-            b_score = tl.dot(b_key_l, tl.trans(b_key), input_precision=PRECISION) * b_erase
-            b_grad = tl.dot(b_score.to(dtype), b_lambda_low, b_grad, input_precision=PRECISION)
+            b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
+            b_score = tl.dot(b_key_l, tl.trans(b_key), input_precision=PRECISION) * -b_step[None, :]
+            b_score *= decay_between_transposed(b_total, b_segment, o_c, True)
+            b_grad = tl.dot(b_score.to(dtype), b_lambda, b_grad, input_precision=PRECISION)
         tl.store(p_grad_step + i_l * H + o_c * M * H, tl.sum(b_grad * b_write, 1), mask=m_t)
         b_grad *= b_step_l[:, None]
         if L > 0:
@@ -186,7 +184,7 @@ def write_grad_kernel(
     store_tile(p_grad_residual, b_carried, o_c, m_t, H * V, o_v, m_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "H", "num_tokens"])
 def key_grad_kernel(
     p_query, p_key, p_step, p_start, p_total, p_entry, p_exit, p_carry,
     p_value, p_write, p_state, p_grad_out, p_lambda, p_grad_state,
@@ -212,20 +210,37 @@ def key_grad_kernel(
     b_total = tl.load(p_total + i_chunk * C + o_c)
     b_entry, b_exit = tl.load(p_entry + i_chunk * C + o_c), tl.load(p_exit + i_chunk * C + o_c)
     b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
-    b_decay = decay_between(b_total, b_segment, o_c, True)
-    b_decay_t = decay_between_transposed(b_total, b_segment, o_c, True)
 
     b_grad_query, b_read = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
-    b_diagonal_query = tl.zeros((C, BK), tl.float32)
     b_inside, b_leaving, b_through = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
-    for i_back in tl.static_range(M):
-        i_l: tl.constexpr = M - 1 - i_back
-        if i_l == 0:
-            p_written = p_value + i_chunk * V * C
-        else:
-            p_written = p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
-        b_p, b_p_t = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-        b_x, b_x_t = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+    for i_l in tl.static_range(M - 1, -1, -1):
+        p_written = p_value + i_chunk * V * C if i_l == 0 else p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
+        b_pair, b_erased = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
+        b_seen_query = tl.zeros((C, BK), tl.float32)
+        for i_v in tl.range(0, NV, num_stages=STAGES):
+            o_r = i_v * BV + o_v
+            m_v = o_r < V
+            b_written = load_tile(p_written, o_r, m_v, C, o_c, m_c)
+            b_grad_out = load_tile(p_grad_out, o_c, m_t, H * V, o_r, m_v)
+            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_r, m_v)
+            b_pair = tl.dot(b_grad_out, b_written, b_pair, input_precision=PRECISION)
+            b_erased = tl.dot(b_lambda, b_written, b_erased, input_precision=PRECISION)
+            if i_l == 0:
+                b_state = load_tile(p_state, o_r, m_v, K, o_k, m_k)
+                b_scaled = (b_grad_out.to(tl.float32) * (b_entry * scale)[:, None]).to(dtype)
+                b_seen_query = tl.dot(b_scaled, b_state, b_seen_query, input_precision=PRECISION)
+                b_scaled = (b_lambda.to(tl.float32) * -b_entry[:, None]).to(dtype)
+                b_read = tl.dot(b_scaled, b_state, b_read, input_precision=PRECISION)
+        b_key_l = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
+        b_diagonal = tl.sum(tl.where(m_diagonal, b_pair, 0.0), 1) * scale
+        b_pair = (b_pair * decay_between(b_total, b_segment, o_c, True) * scale).to(dtype)
+        b_seen_query = tl.dot(b_pair, b_key_l, b_seen_query, input_precision=PRECISION)
+        b_inside += tl.sum(b_seen_query * b_query.to(tl.float32), 1)
+        b_grad_query += b_seen_query + b_diagonal[:, None] * b_key_l.to(tl.float32)
+        b_erased = (b_erased * -decay_between(b_total, b_segment, o_c, True)).to(dtype)
+        b_read = tl.dot(b_erased, b_key_l, b_read, input_precision=PRECISION)
+
+        b_pair, b_erased = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
         b_out_key = tl.zeros((C, BK), tl.float32)
         for i_v in tl.range(0, NV, num_stages=STAGES):
             o_r = i_v * BV + o_v
@@ -234,40 +249,27 @@ def key_grad_kernel(
             b_grad_out = load_tile(p_grad_out, o_c, m_t, H * V, o_r, m_v)
             b_lambda = load_tile(p_lambda, o_c, m_c, V, o_r, m_v)
             b_grad_state = load_tile(p_grad_state, o_r, m_v, K, o_k, m_k)
-            b_p = tl.dot(b_grad_out, b_written, b_p, input_precision=PRECISION)
-            b_p_t = tl.dot(tl.trans(b_written), tl.trans(b_grad_out), b_p_t, input_precision=PRECISION)
-            b_x = tl.dot(b_lambda, b_written, b_x, input_precision=PRECISION)
-            b_x_t = tl.dot(tl.trans(b_written), tl.trans(b_lambda), b_x_t, input_precision=PRECISION)
+            b_pair = tl.dot(tl.trans(b_written), tl.trans(b_grad_out), b_pair, input_precision=PRECISION)
+            b_erased = tl.dot(tl.trans(b_written), tl.trans(b_lambda), b_erased, input_precision=PRECISION)
             b_out_key = tl.dot(tl.trans(b_written), b_grad_state, b_out_key, input_precision=PRECISION)
             if i_l == 0:
                 b_state = load_tile(p_state, o_r, m_v, K, o_k, m_k)
                 b_through += tl.sum(b_state.to(tl.float32) * b_grad_state.to(tl.float32))
-                b_seen = (b_grad_out.to(tl.float32) * (b_entry * scale)[:, None]).to(dtype)
-                b_grad_query = tl.dot(b_seen, b_state, b_grad_query, input_precision=PRECISION)
-                b_seen = (b_lambda.to(tl.float32) * -b_entry[:, None]).to(dtype)
-                b_read = tl.dot(b_seen, b_state, b_read, input_precision=PRECISION)
-        if i_l == 0:
-            b_key_l = b_key
-        else:
-            b_key_l = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
+        b_pair = (b_pair * decay_between_transposed(b_total, b_segment, o_c, True) * scale).to(dtype)
+        b_grad_key = tl.dot(b_pair, b_query, input_precision=PRECISION)
+        b_erased *= decay_between_transposed(b_total, b_segment, o_c, True) * -b_step[None, :]
+        b_grad_key = tl.dot(b_erased.to(dtype), b_key, b_grad_key, input_precision=PRECISION)
         b_wide_key = b_key_l.to(tl.float32)
-        b_diagonal = tl.sum(tl.where(m_diagonal, b_p, 0.0), 1) * scale
-        b_diagonal_query += b_diagonal[:, None] * b_wide_key
-        b_grad_query = tl.dot((b_p * b_decay * scale).to(dtype), b_key_l, b_grad_query, input_precision=PRECISION)
-        b_read = tl.dot((b_x * -b_decay).to(dtype), b_key_l, b_read, input_precision=PRECISION)
-        b_pairs = tl.dot((b_p_t * b_decay_t * scale).to(dtype), b_query, input_precision=PRECISION)
-        b_x_t *= b_decay_t * -b_step[None, :]
-        b_pairs = tl.dot(b_x_t.to(dtype), b_key, b_pairs, input_precision=PRECISION)
         b_out_key *= b_exit[:, None]
-        b_inside -= tl.sum(b_pairs * b_wide_key, 1)
+        b_inside -= tl.sum(b_grad_key * b_wide_key, 1)
         b_leaving += tl.sum(b_out_key * b_wide_key, 1)
-        b_pairs += b_out_key + b_diagonal[:, None] * b_query.to(tl.float32)
+        b_grad_key += b_out_key + b_diagonal[:, None] * b_query.to(tl.float32)
         if i_l == 0:
             b_erase = tl.sum(b_read * b_wide_key, 1)
-            b_inside += b_erase * b_step + tl.sum(b_grad_query * b_query.to(tl.float32), 1)
-            b_pairs += b_read * b_step[:, None]
-        store_tile(p_grad_key + i_l * H * K, b_pairs, o_c, m_t, M * H * K, o_k, m_k)
-    store_tile(p_grad_query + (i_token * H + i_h) * K, b_grad_query + b_diagonal_query, o_c, m_t, H * K, o_k, m_k)
+            b_inside += b_erase * b_step
+            b_grad_key += b_read * b_step[:, None]
+        store_tile(p_grad_key + i_l * H * K, b_grad_key, o_c, m_t, M * H * K, o_k, m_k)
+    store_tile(p_grad_query + (i_token * H + i_h) * K, b_grad_query, o_c, m_t, H * K, o_k, m_k)
     i_vector = (i_k * num_tokens + i_token) * H + i_h
     tl.store(p_grad_erase + i_vector + o_c * H, b_erase, mask=m_t)
     b_before = tl.sum(tl.where(o_c[:, None] > o_c[None, :], b_leaving[None, :], 0.0), 1)

@@ -1,6 +1,7 @@
 """Forward kernels of the chunk form (kernels/README.md), V' written as u - w S with w = T (b gamma k):
 
-    prepare, every chunk at once:   T, w, u = T (E_1 - sum_{l>=2} B_l E_l), and E_l for l >= 2
+    solve, every chunk at once:     the decays, T, w
+    write, every chunk at once:     u = T (E_1 - sum_{l>=2} B_l E_l), and E_l for l >= 2
     state, one chunk after another: V' = u - w S,  S_next = gamma_C S + k^T (e V') + sum_{l>=2} K_l^T (e E_l)
     output, every chunk at once:    O = gamma q S + Gam.(q k^T) V' + sum_{l>=2} Gam.(q K_l^T) E_l
 
@@ -33,10 +34,44 @@ from kernels.prism.tiles import (
 PRECISION = "tf32x3"
 
 
-@triton.jit
-def prepare_kernel(
-    p_key, p_residual, p_gain, p_step, p_log_decay, p_start,
-    p_total, p_entry, p_exit, p_carry, p_inverse, p_w, p_value, p_write,
+@triton.jit(do_not_specialize=["T", "N", "H"])
+def solve_kernel(
+    p_key, p_step, p_log_decay, p_start, p_total, p_entry, p_exit, p_carry, p_inverse, p_w,
+    T, N, H,
+    M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    _, i_n, i_b, i_h = locate_chunk(N, H, 1)
+    i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    m_t, m_c, m_k = o_c < T - i_n * C, o_c >= 0, o_k < K
+    dtype = p_key.dtype.element_ty
+
+    b_decay = tl.load(p_log_decay + i_token * H + i_h + o_c * H, mask=m_t, other=0.0)
+    b_total = tl.cumsum(b_decay.to(p_total.dtype.element_ty), 0)
+    b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
+    b_last = tl.sum(tl.where(o_c == C - 1, b_total, 0.0), 0)
+    b_entry = tl.exp(tl.where(b_segment == 0, b_total.to(tl.float32), float("-inf")))
+    b_exit = tl.exp(tl.where(b_segment == tl.max(b_segment, 0), (b_last - b_total).to(tl.float32), float("-inf")))
+    tl.store(p_total + i_chunk * C + o_c, b_total)
+    tl.store(p_entry + i_chunk * C + o_c, b_entry)
+    tl.store(p_exit + i_chunk * C + o_c, b_exit)
+    tl.store(p_carry + i_chunk, tl.sum(tl.where(o_c == C - 1, b_entry, 0.0), 0))
+
+    b_key = load_tile(p_key + (i_token * M * H + i_h) * K, o_c, m_t, M * H * K, o_k, m_k)
+    b_step = tl.load(p_step + i_token * M * H + i_h + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
+    b_strict = tl.dot(b_key, tl.trans(b_key), input_precision=PRECISION) * b_step[:, None]
+    b_strict *= decay_between(b_total, b_segment, o_c, True)
+    b_inverse = invert_unit_lower(b_strict, C).to(dtype)
+    store_tile(p_inverse + i_chunk * C * C, b_inverse, o_c, m_c, C, o_c, m_c)
+    b_read = (b_key.to(tl.float32) * (b_step * b_entry)[:, None]).to(dtype)
+    b_w = tl.dot(b_inverse, b_read, input_precision=PRECISION)
+    store_tile(p_w + i_chunk * C * K, b_w, o_c, m_c, K, o_k, m_k)
+
+
+@triton.jit(do_not_specialize=["T", "N", "H"])
+def write_kernel(
+    p_key, p_residual, p_gain, p_step, p_start, p_total, p_inverse, p_value, p_write,
     T, N, H,
     L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -45,35 +80,17 @@ def prepare_kernel(
     i_v, i_n, i_b, i_h = locate_chunk(N, H, (V + BV - 1) // BV)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_t, m_k, m_v = o_c < T - i_n * C, o_k < K, o_v < V
+    m_t, m_c, m_k, m_v = o_c < T - i_n * C, o_c >= 0, o_k < K, o_v < V
     dtype = p_key.dtype.element_ty
+    p_key, p_step = p_key + (i_token * M * H + i_h) * K, p_step + i_token * M * H + i_h
+    b_step = tl.load(p_step + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
+    if M > 1:
+        b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
+        b_total = tl.load(p_total + i_chunk * C + o_c)
+        b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
+        b_erase = decay_between(b_total, b_segment, o_c, True) * -b_step[:, None]
 
-    b_decay = tl.load(p_log_decay + i_token * H + i_h + o_c * H, mask=m_t, other=0.0)
-    b_total = tl.cumsum(b_decay.to(p_total.dtype.element_ty), 0)
-    b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
-    b_last = tl.sum(tl.where(o_c == C - 1, b_total, 0.0), 0)
-    i_last = tl.max(b_segment, 0)
-    b_entry = tl.exp(tl.where(b_segment == 0, b_total.to(tl.float32), float("-inf")))
-    b_exit = tl.exp(tl.where(b_segment == i_last, (b_last - b_total).to(tl.float32), float("-inf")))
-
-    p_key += (i_token * M * H + i_h) * K
-    b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
-    b_step = tl.load(p_step + i_token * M * H + i_h + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
-    b_erase = decay_between(b_total, b_segment, o_c, True) * b_step[:, None]
-    b_strict = tl.dot(b_key, tl.trans(b_key), input_precision=PRECISION) * b_erase
-    b_inverse = invert_unit_lower(b_strict, C).to(dtype)
-    if i_v == 0:
-        tl.store(p_total + i_chunk * C + o_c, b_total)
-        tl.store(p_entry + i_chunk * C + o_c, b_entry)
-        tl.store(p_exit + i_chunk * C + o_c, b_exit)
-        tl.store(p_carry + i_chunk, tl.sum(tl.where(o_c == C - 1, b_entry, 0.0), 0))
-        store_tile(p_inverse + i_chunk * C * C, b_inverse, o_c, o_c >= 0, C, o_c, o_c >= 0)
-        b_read = (b_key.to(tl.float32) * (b_step * b_entry)[:, None]).to(dtype)
-        b_w = tl.dot(b_inverse, b_read, input_precision=PRECISION)
-        store_tile(p_w + i_chunk * C * K, b_w, o_c, o_c >= 0, K, o_k, m_k)
-
-    p_residual += (i_token * H + i_h) * V
-    b_residual = load_tile(p_residual, o_c, m_t, H * V, o_v, m_v).to(tl.float32)
+    b_residual = load_tile(p_residual + (i_token * H + i_h) * V, o_c, m_t, H * V, o_v, m_v).to(tl.float32)
     for i_l in tl.static_range(M):
         b_write = b_residual
         if L > 0:
@@ -84,19 +101,19 @@ def prepare_kernel(
         if i_l == 0:
             b_source = b_write * b_step[:, None]
         else:
-            p_step_l = p_step + (i_token * M + i_l) * H + i_h
-            b_step_l = tl.load(p_step_l + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
+            b_step_l = tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
             b_pure = (b_write * b_step_l[:, None]).to(dtype)
             p_write_l = p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
             store_transposed(p_write_l, b_pure, o_c, C, o_v, m_v)
             b_key_l = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
-            b_forget = tl.dot(b_key, tl.trans(b_key_l), input_precision=PRECISION) * b_erase
-            b_source -= tl.dot(b_forget.to(dtype), b_pure, input_precision=PRECISION)
+            b_forget = (tl.dot(b_key, tl.trans(b_key_l), input_precision=PRECISION) * b_erase).to(dtype)
+            b_source = tl.dot(b_forget, b_pure, b_source, input_precision=PRECISION)
+    b_inverse = load_tile(p_inverse + i_chunk * C * C, o_c, m_c, C, o_c, m_c)
     b_value = tl.dot(b_inverse, b_source.to(dtype), input_precision=PRECISION)
     store_transposed(p_value + i_chunk * V * C, b_value, o_c, C, o_v, m_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "H"])
 def state_kernel(
     p_key, p_exit, p_carry, p_w, p_value, p_write, p_entry_state, p_state, p_final_state,
     T, N, H,
@@ -146,7 +163,7 @@ def state_kernel(
     store_tile(p_final_state + i_head * V * K, b_state, o_v, m_v, K, o_k, m_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "H"])
 def output_kernel(
     p_query, p_key, p_start, p_total, p_entry, p_value, p_write, p_state, p_out,
     T, N, H, scale,
@@ -168,10 +185,7 @@ def output_kernel(
     b_out *= tl.load(p_entry + i_chunk * C + o_c)[:, None]
     p_key += (i_token * M * H + i_h) * K
     for i_l in tl.static_range(M):
-        if i_l == 0:
-            p_written = p_value + i_chunk * V * C
-        else:
-            p_written = p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
+        p_written = p_value + i_chunk * V * C if i_l == 0 else p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
         b_key = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
         b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
         b_score = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION) * b_decay
@@ -180,7 +194,7 @@ def output_kernel(
 
 
 class Decays(NamedTuple):
-    """Of every chunk (P, C): the cumulative log decay, the factors from its start and to its end; over all of it (P)."""
+    """Of every chunk (P, C): cumulative log decay, factors from its start and to its end; over all of it (P)."""
 
     total_PC: torch.Tensor
     entry_PC: torch.Tensor
@@ -250,29 +264,40 @@ def run_forward(
     """Contiguous tensors of `prism_scan` to its results and what the backward reads."""
     (B, T, H, K), M, V = query.shape, key.shape[2], residual.shape[3]
     sizes = Sizes(B, T, H, K, V, M, chunk_tokens)
-    decays, inverse, w, value, write = _prepare(sizes, key, residual, gain, step_size, log_decay, document_start, gelu)
+    decays, inverse, w = _solve(sizes, key, step_size, log_decay, document_start)
+    value, write = _compute_writes(sizes, key, residual, gain, step_size, document_start, decays, inverse, gelu)
     state, final = _run_state(sizes, key, decays, w, value, write, entry_state)
     out = _read_out(sizes, query, key, decays, value, write, state, document_start)
     return Forward(out, final, decays, inverse, w, value, state)
 
 
-def _prepare(sizes, key, residual, gain, step_size, log_decay, document_start, gelu):
-    P, C, L = sizes.chunks, sizes.C, 0 if gain is None else sizes.M
+def _solve(sizes, key, step_size, log_decay, document_start):
+    P, C = sizes.chunks, sizes.C
     wide = torch.float64 if key.dtype == torch.float32 else torch.float32
     vectors = [allocate.allocate(P, C, like=key, dtype=dtype) for dtype in (wide, torch.float32, torch.float32)]
     decays = Decays(*vectors, allocate.allocate(P, like=key, dtype=torch.float32))
     inverse, w = allocate.allocate(P, C, C, like=key), allocate.allocate(P, C, sizes.K, like=key)
-    value = allocate.allocate(P, sizes.V, C, like=key)
-    write = allocate.allocate(P, sizes.M - 1, sizes.V, C, like=key)
-    launch = choose("prepare", sizes.shape(key))
-    prepare_kernel[(sizes.blocks(launch) * P,)](
-        key, residual, residual if gain is None else gain, step_size, log_decay,
-        key if document_start is None else document_start,
-        *decays, inverse, w, value, write,
-        sizes.T, sizes.N, sizes.H, L=L, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v, GELU=gelu,
-        HAS_DOCUMENTS=document_start is not None, PRECISION=PRECISION, num_warps=launch.num_warps,
+    solve_kernel[(P,)](
+        key, step_size, log_decay, key if document_start is None else document_start, *decays, inverse, w,
+        sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=round_up(sizes.K),
+        HAS_DOCUMENTS=document_start is not None, PRECISION=PRECISION,
+        num_warps=choose("solve", sizes.shape(key)).num_warps,
     )  # fmt: skip
-    return decays, inverse, w, value, write
+    return decays, inverse, w
+
+
+def _compute_writes(sizes, key, residual, gain, step_size, document_start, decays, inverse, gelu):
+    value = allocate.allocate(sizes.chunks, sizes.V, sizes.C, like=key)
+    write = allocate.allocate(sizes.chunks, sizes.M - 1, sizes.V, sizes.C, like=key)
+    launch = choose("write", sizes.shape(key))
+    write_kernel[(sizes.blocks(launch) * sizes.chunks,)](
+        key, residual, residual if gain is None else gain, step_size,
+        key if document_start is None else document_start, decays.total_PC, inverse, value, write,
+        sizes.T, sizes.N, sizes.H, L=0 if gain is None else sizes.M, **sizes.widths(), BK=round_up(sizes.K),
+        BV=launch.block_v, GELU=gelu, HAS_DOCUMENTS=document_start is not None, PRECISION=PRECISION,
+        num_warps=launch.num_warps,
+    )  # fmt: skip
+    return value, write
 
 
 def _run_state(sizes, key, decays, w, value, write, entry_state):

@@ -1,8 +1,8 @@
 """How each kernel of the chunk form is launched: block widths, warps, pipeline stages.
 
-A fixed table, keyed by widths, written pairs and element size alone: nothing is tuned while a run is on, so every rank and
-every step of it, and every T, B and number of documents, use the same kernels. The settings were measured on an H200
-(LOG.md); CANDIDATES lists those that were tried there and that the GPU tests hold against fp64.
+A fixed table, keyed by widths, written pairs and element size alone: nothing is tuned while a run is on, so every rank
+and every step of it, and every T, B and number of documents, use the same kernels. The settings were measured on an
+H200 (LOG.md); CANDIDATES lists those that were tried there and that the GPU tests hold against fp64.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,13 @@ class Shape(NamedTuple):
 
 
 CANDIDATES: dict[str, list[Launch]] = {
-    "prepare": [Launch(num_warps=8), Launch(num_warps=4)],
+    "solve": [Launch(num_warps=4), Launch(num_warps=8)],
+    "write": [
+        Launch(block_v=64, num_warps=4),
+        Launch(block_v=64, num_warps=8),
+        Launch(block_v=128, num_warps=8),
+        Launch(block_v=128, num_warps=4),
+    ],
     "state": [
         Launch(block_v=64, num_warps=4, num_stages=2),
         Launch(block_v=64, num_warps=4, num_stages=3),
@@ -46,11 +52,19 @@ CANDIDATES: dict[str, list[Launch]] = {
         Launch(block_v=128, num_warps=8, num_stages=2),
         Launch(block_v=32, num_warps=2, num_stages=2),
     ],
-    "write_grad": [Launch(num_warps=8), Launch(num_warps=4), Launch(block_v=64, num_warps=4)],
+    "write_grad": [
+        Launch(block_v=64, num_warps=8),
+        Launch(block_v=64, num_warps=4),
+        Launch(block_v=128, num_warps=8),
+        Launch(block_v=32, num_warps=4),
+    ],
     "key_grad": [
         Launch(block_v=64, num_warps=8, num_stages=2),
         Launch(block_v=128, num_warps=8, num_stages=1),
         Launch(block_v=64, block_k=64, num_warps=4, num_stages=2),
+        Launch(block_v=64, block_k=64, num_warps=8, num_stages=2),
+        Launch(block_v=32, num_warps=8, num_stages=2),
+        Launch(block_v=64, num_warps=8, num_stages=1),
     ],
 }
 WIDE = Launch(block_v=32, block_k=64, num_warps=4, num_stages=1)

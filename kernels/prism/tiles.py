@@ -51,10 +51,7 @@ def load_segments(p_start, o_t, m_t, HAS_DOCUMENTS: tl.constexpr):
 @triton.jit
 def decay_between(b_total, b_segment, o_c, STRICT: tl.constexpr):
     """(i, j): the decay from after token j to token i >= j (STRICT: i > j) of the same document, else 0."""
-    if STRICT:
-        m_pair = o_c[:, None] > o_c[None, :]
-    else:
-        m_pair = o_c[:, None] >= o_c[None, :]
+    m_pair = o_c[:, None] > o_c[None, :] if STRICT else o_c[:, None] >= o_c[None, :]
     m_pair = m_pair & (b_segment[:, None] == b_segment[None, :])
     return tl.exp(tl.where(m_pair, (b_total[:, None] - b_total[None, :]).to(tl.float32), float("-inf")))
 
@@ -62,10 +59,7 @@ def decay_between(b_total, b_segment, o_c, STRICT: tl.constexpr):
 @triton.jit
 def decay_between_transposed(b_total, b_segment, o_c, STRICT: tl.constexpr):
     """(j, i): the transpose of `decay_between`."""
-    if STRICT:
-        m_pair = o_c[:, None] < o_c[None, :]
-    else:
-        m_pair = o_c[:, None] <= o_c[None, :]
+    m_pair = o_c[:, None] < o_c[None, :] if STRICT else o_c[:, None] <= o_c[None, :]
     m_pair = m_pair & (b_segment[:, None] == b_segment[None, :])
     return tl.exp(tl.where(m_pair, (b_total[None, :] - b_total[:, None]).to(tl.float32), float("-inf")))
 
