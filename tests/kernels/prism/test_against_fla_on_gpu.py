@@ -1,4 +1,4 @@
-"""The chunk form against flash-linear-attention's operators, written by others, on a CUDA device in bf16.
+"""Both chunk forms against flash-linear-attention's operators, written by others, on a CUDA device in bf16.
 
 They come with the optional extra `peers`, without which there is nothing to compare with.
 """
@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 
+from kernels.prism.chunk import prism_scan
 from kernels.prism.chunk_reference import prism_scan_chunked
 from kernels.prism.reference import compute_writes
 from tests.kernels.compare import assert_relative_error_below, compute_relative_error
@@ -61,31 +62,36 @@ def run_comba(query, key, residual, gain, step_size, log_decay, *, entry_state_B
     return out[:, L - 1 :: L], final_BHKV.mT
 
 
+SCANS = [prism_scan_chunked, prism_scan]
+
+
+@pytest.mark.parametrize("scan", SCANS)
 @pytest.mark.parametrize(("L", "peer"), [(1, run_gated_delta_rule), (1, run_comba), (2, run_comba), (3, run_comba)])
-def test_peer_gives_the_same_output_state_and_gradients(L, peer):
+def test_peer_gives_the_same_output_state_and_gradients(L, peer, scan):
     """On one document from a non-zero state."""
     packed = build_case(L, 150, K=64, V=64)
     case = Case(packed.tensors, packed.entry_state, None).cast(torch.bfloat16, "cuda")
     if is_backward_trusted():
-        results = zip(name_results(case), case.run(prism_scan_chunked), case.run(peer), strict=True)
+        results = zip(name_results(case), case.run(scan), case.run(peer), strict=True)
     else:
         warnings.warn(f"forward only: Triton {triton.__version__} miscompiles fla's backward on Hopper", stacklevel=1)
-        actual, expected = run_forward(case, prism_scan_chunked), run_forward(case, peer)
+        actual, expected = run_forward(case, scan), run_forward(case, peer)
         results = zip(("out", "final_state"), actual, expected, strict=True)
     for name, actual, expected in results:
         limit = GRADIENT_LIMIT if name.startswith("grad_") else FORWARD_LIMIT
         assert_relative_error_below(limit, **{name: (actual, expected)})
 
 
+@pytest.mark.parametrize("scan", SCANS)
 @pytest.mark.parametrize("peer", [run_gated_delta_rule, run_comba])
-def test_peer_is_far_from_a_write_of_one_step_more(peer):
+def test_peer_is_far_from_a_write_of_one_step_more(peer, scan):
     packed = build_case(2, 150, K=64, V=64)
     case = Case(packed.tensors, packed.entry_state, None).cast(torch.bfloat16, "cuda")
     query, key, residual, gain, step_size, log_decay = case.tensors
     one_step = Case(
         [query, key[:, :, :1], residual, gain[:, :, :1], step_size[:, :, :1], log_decay], case.entry_state, None
     )
-    out, _ = run_forward(case, prism_scan_chunked)
+    out, _ = run_forward(case, scan)
     peer_out, _ = run_forward(one_step, peer)
     assert compute_relative_error(peer_out, out) > 10 * FORWARD_LIMIT
 
