@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.help_text import add_kernels_option
+from prism_lm.model.operators import Kernels
+
 if TYPE_CHECKING:
     from data_pipeline.manifest import Split
     from launcher.config import RunConfig
@@ -22,7 +25,11 @@ def main(arguments: list[str]) -> int:
     if parsed.micro_batch_rows is not None and parsed.micro_batch_rows < 1:
         raise ValueError(f"--micro-batch-rows={parsed.micro_batch_rows} must be at least 1; for example 8")
     figures = evaluate_run(
-        Path(parsed.run), split=parsed.split, data_path=parsed.data, micro_batch_rows=parsed.micro_batch_rows
+        Path(parsed.run),
+        split=parsed.split,
+        data_path=parsed.data,
+        micro_batch_rows=parsed.micro_batch_rows,
+        kernels=parsed.kernels,
     )
     print(
         f"step {figures['step']}  {figures['split']}  {figures['bits_per_byte']:.4f} bits/byte  "
@@ -40,17 +47,23 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--split", choices=["validation", "test"], default="test", help="default %(default)s")
     parser.add_argument("--data", help="other data prepared with the run's tokenizer (default: the run's data.path)")
     parser.add_argument("--micro-batch-rows", type=int, help="rows at once (default: the run's train.micro_batch_rows)")
+    add_kernels_option(parser)
     return parser
 
 
 def evaluate_run(
-    run_dir: Path, *, split: "Split", data_path: str | None = None, micro_batch_rows: int | None = None
+    run_dir: Path,
+    *,
+    split: "Split",
+    data_path: str | None = None,
+    micro_batch_rows: int | None = None,
+    kernels: Kernels = "auto",
 ) -> dict[str, Any]:
     """Score the whole split once; returns the figures as they stand in the JSON file."""
     from launcher.run_data import open_evaluated_data
     from launcher.trained_run import load_trained_run
 
-    run = load_trained_run(run_dir)
+    run = load_trained_run(run_dir, kernels=kernels)
     config, manifest = open_evaluated_data(run.config, run_dir, data_path, tokenizer=run.tokenizer)
     file = run_dir / "evaluations" / f"{split}_step_{run.step}_data_{manifest.fingerprint[:12]}.json"
     if file.is_file():

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launcher.help_text import add_kernels_option
+
 if TYPE_CHECKING:
     from launcher.trained_run import TrainedRun
 
@@ -20,7 +22,7 @@ def main(arguments: list[str]) -> int:
 
     prompt = sys.stdin.read() if parsed.prompt == "-" else parsed.prompt
     texts = continue_prompts(
-        load_trained_run(Path(parsed.run)),
+        load_trained_run(Path(parsed.run), kernels=parsed.kernels),
         [prompt] * parsed.samples,
         max_new_tokens=parsed.max_new_tokens,
         temperature=parsed.temperature,
@@ -52,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--top-p", type=float, default=0.95, help="sample within this probability (default %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default %(default)s)")
+    add_kernels_option(parser)
     return parser
 
 

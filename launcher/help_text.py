@@ -1,5 +1,6 @@
 """Help for someone with a terminal and nothing else: every key of a configuration, its type, default and meaning."""
 
+import argparse
 import ast
 import inspect
 import itertools
@@ -9,7 +10,15 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from prism_lm.model.operators import kernel_choices
+
 WIDTH = 110
+
+
+def add_kernels_option(parser: argparse.ArgumentParser) -> None:
+    """--kernels, for verbs that run a trained model."""
+    words = "triton on CUDA and plain torch elsewhere, or one of them (default %(default)s)"
+    parser.add_argument("--kernels", choices=kernel_choices(), default="auto", help=words)
 
 
 def describe_config(config_class: type[Any]) -> str:

@@ -44,7 +44,10 @@ def train(config: RunConfig, environment: ProcessEnvironment) -> "Status":
     """Check everything that can be checked before a process group starts, then run to a status."""
     from prism_lm.train.loop import run_training
 
-    return run_training(build_run(config, environment))
+    run = build_run(config, environment)
+    if environment.ranks.is_main:
+        print(f"kernels: {run.environment['kernels']} (parallel.kernels={config.parallel.kernels})", flush=True)
+    return run_training(run)
 
 
 def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
@@ -53,10 +56,14 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
     from launcher.run_data import open_loader, open_manifest, read_tokenizer
     from prism_lm.model.cost import flops_per_token
     from prism_lm.model.lm import build_model
+    from prism_lm.model.operators import choose_kernels, select_operators
+    from prism_lm.parallel.mesh import choose_device
     from prism_lm.train.config import compute_accumulation_steps
     from prism_lm.train.state import TrainRun
 
     ranks = environment.ranks
+    device_type = choose_device(ranks).type
+    kernels = choose_kernels(config.parallel.kernels, device_type)
     compute_accumulation_steps(config.train, world_size=ranks.world_size)
     manifest = open_manifest(config)
     train_loader = open_loader(config, ranks, split="train")
@@ -67,12 +74,14 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
         parallel=config.parallel,
         ranks=ranks,
         seed=config.seed,
-        build_model=lambda: build_model(config.model, seed=config.seed),
+        build_model=lambda: build_model(
+            config.model, seed=config.seed, operators=select_operators(device_type, kernels)
+        ),
         build_train_loader=lambda: train_loader,
         build_validation_loader=None if validation_loader is None else lambda: validation_loader,
         flops_per_token=flops_per_token(config.model, config.data.row_tokens),
         config_yaml=dump_config(config),
-        environment=describe_environment(environment),
+        environment={**describe_environment(environment), "kernels": kernels},
         files={"tokenizer.model": read_tokenizer(config)},
         fingerprints={
             "model": hashlib.sha256(dump_config(config.model).encode()).hexdigest(),

@@ -9,9 +9,10 @@ from torch.nn import functional
 
 from prism_lm.model.config import ModelConfig
 from prism_lm.model.decode_state import AttentionState, RecurrentState
-from prism_lm.model.recurrent_parts import GatedNorm, ShortConv, StepSizes, build_decay, build_linear, normalise
+from prism_lm.model.operators import Operators
+from prism_lm.model.recurrent_parts import GatedNorm, ShortConv, StepSizes, build_decay, build_linear
 from prism_lm.model.rotary import compute_positions, rotate
-from prism_lm.model.scan import Scan, ScanInputs, ScanRunner
+from prism_lm.model.scan import ScanInputs, ScanRunner
 
 
 def _head_widths(config: ModelConfig) -> list[int]:
@@ -26,18 +27,20 @@ class GatedDeltaMixer(nn.Module):
     One depthwise convolution over q|k|v side by side is the three of the paper.
     """
 
-    def __init__(self, config: ModelConfig, *, scan: Scan) -> None:
+    def __init__(self, config: ModelConfig, *, operators: Operators) -> None:
         super().__init__()
         width_D, width_HV = config.model_width, config.num_heads * config.value_width
         self.num_heads, self.widths = config.num_heads, _head_widths(config)
         self.query_key_value = build_linear(width_D, sum(self.widths))
-        self.conv = ShortConv(sum(self.widths), config.conv_width)
-        self.step_sizes = StepSizes(width_D, 1, config.num_heads)
+        self.conv = ShortConv(sum(self.widths), config.conv_width, operators=operators)
+        self.step_and_decay = build_linear(width_D, 2 * config.num_heads)
+        self.step_sizes = StepSizes(config.num_heads)
         self.decay = build_decay(config)
         self.gate = build_linear(width_D, width_HV)
-        self.norm = GatedNorm(config.value_width, config.norm_eps)
+        self.norm = GatedNorm(config.value_width, config.norm_eps, operators=operators)
         self.output = build_linear(width_HV, width_D)
-        self.run_scan = ScanRunner(scan, activation="identity", chunk_tokens=config.chunk_tokens)
+        self.run_scan = ScanRunner(operators, activation="identity", chunk_tokens=config.chunk_tokens)
+        self.run_unit_keys = operators.unit_keys
 
     def forward(
         self, x_BTD: Tensor, document_start_BT: Tensor | None, state: RecurrentState | None
@@ -55,13 +58,14 @@ class GatedDeltaMixer(nn.Module):
     def _read_inputs(self, x_BTD: Tensor, mixed_BTC: Tensor) -> ScanInputs:
         parts = mixed_BTC.split(self.widths, dim=-1)
         query_BTHK, key_BTHK, value_BTHV = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
+        step_BTH, decay_BTH = self.step_and_decay(x_BTD).chunk(2, dim=-1)
         return ScanInputs(
-            query_BTHK=normalise(query_BTHK),
-            key_BTMHK=normalise(key_BTHK)[:, :, None],
+            query_BTHK=self.run_unit_keys(query_BTHK)[:, :, 0],
+            key_BTMHK=self.run_unit_keys(key_BTHK),
             residual_BTHV=value_BTHV.contiguous(),
             gain_BTLHV=None,
-            step_size_BTMH=self.step_sizes(x_BTD),
-            log_decay_BTH=self.decay(x_BTD),
+            step_size_BTMH=self.step_sizes(step_BTH),
+            log_decay_BTH=self.decay(decay_BTH),
         )
 
 

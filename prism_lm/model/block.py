@@ -7,16 +7,16 @@ from prism_lm.model.config import Mixer, ModelConfig
 from prism_lm.model.decode_state import LayerState
 from prism_lm.model.mixer import PrismMixer
 from prism_lm.model.mlp import SwiGLU
-from prism_lm.model.scan import Scan
+from prism_lm.model.operators import Operators
 
 
-def build_mixer(config: ModelConfig, mixer: Mixer, *, scan: Scan) -> nn.Module:
+def build_mixer(config: ModelConfig, mixer: Mixer, *, operators: Operators) -> nn.Module:
     """The mixer of that name: (x_BTD, document_start_BT, state) -> (out_BTD, new state)."""
     match mixer:
         case "prism":
-            return PrismMixer(config, scan=scan)
+            return PrismMixer(config, operators=operators)
         case "gated_delta":
-            return GatedDeltaMixer(config, scan=scan)
+            return GatedDeltaMixer(config, operators=operators)
         case "attention":
             return AttentionMixer(config)
 
@@ -24,12 +24,12 @@ def build_mixer(config: ModelConfig, mixer: Mixer, *, scan: Scan) -> nn.Module:
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, mixer: Mixer, *, scan: Scan) -> None:
+    def __init__(self, config: ModelConfig, mixer: Mixer, *, operators: Operators) -> None:
         super().__init__()
         self.mixer_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
-        self.mixer = build_mixer(config, mixer, scan=scan)
+        self.mixer = build_mixer(config, mixer, operators=operators)
         self.mlp_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
-        self.mlp = SwiGLU(config.model_width, config.mlp_width)
+        self.mlp = SwiGLU(config.model_width, config.mlp_width, operators=operators)
 
     def forward(
         self, x_BTD: Tensor, document_start_BT: Tensor | None, state: LayerState | None

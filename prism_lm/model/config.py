@@ -15,6 +15,7 @@ Decay = Literal["gated_delta", "sigmoid"]
 
 MAX_SOLVER_STEPS = 4
 HEAD_WIDTH_MULTIPLE = 16
+ALIGNED_ROWS = 8
 CHUNK_LENGTHS_TOKENS = (16, 32, 64, 128)
 
 
@@ -84,6 +85,28 @@ class ModelConfig:
         """The mixer of each layer, num_layers of them."""
         pattern = self.layer_pattern or [self.mixer]
         return tuple(pattern[layer % len(pattern)] for layer in range(self.num_layers))
+
+
+def projection_widths(config: ModelConfig) -> dict[str, int]:
+    """Rows of the one matrix by which a PRISM mixer reads its anchor u, by what they give, in their order.
+
+    Keys from the second on and gains are given by their inner D -> r where the solver is factored. "unused" fills the
+    rows up to a multiple of 8, as fast products in bf16 ask for; heads that are a multiple of 8 leave none.
+    """
+    keys, values, heads = (config.num_heads * width for width in (config.key_width, config.value_width, 1))
+    gains = config.solver_steps if config.gain == "learned" else 0
+    has_wider_residual = config.solver_steps > 0 and values != config.model_width
+    widths = {
+        "query": keys,
+        "first_key": keys,
+        "value": values,
+        "extra_keys": (config.write_steps - 1) * (config.solver_rank or keys),
+        "gains": gains * (config.solver_rank or values),
+        "anchor": values if has_wider_residual else 0,
+        "step_sizes": config.write_steps * heads,
+        "decay": heads,
+    }
+    return {**widths, "unused": -sum(widths.values()) % ALIGNED_ROWS}
 
 
 def _check_choices(config: ModelConfig) -> None:

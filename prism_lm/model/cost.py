@@ -7,7 +7,7 @@ Letters: D model width, H heads, K key width, V value width, L solver steps, M w
 
 from typing import Literal
 
-from prism_lm.model.config import Mixer, ModelConfig
+from prism_lm.model.config import Mixer, ModelConfig, projection_widths
 
 Precision = Literal["fp32", "bf16"]
 STATE_ELEMENT_BYTES = 4
@@ -93,30 +93,21 @@ def _block_vectors(config: ModelConfig, mixer: Mixer) -> int:
 
 def _mixer_matrices(config: ModelConfig, mixer: Mixer) -> int:
     width, heads = config.model_width, config.num_heads
-    query_key_value = width * heads * (2 * config.key_width + config.value_width)
     output = heads * config.value_width * width
+    if mixer == "prism":
+        return width * sum(projection_widths(config).values()) + _solver_matrices(config) + 2 * output
+    query_key_value = width * heads * (2 * config.key_width + config.value_width)
     if mixer == "attention":
         return query_key_value + output
-    write_steps = config.write_steps if mixer == "prism" else 1
-    gate, decay, step_sizes = output, width * heads, width * write_steps * heads
-    solver = _solver_matrices(config) if mixer == "prism" else 0
-    return query_key_value + output + gate + decay + step_sizes + solver
+    gate, decay, step_sizes = output, width * heads, width * heads
+    return query_key_value + output + gate + decay + step_sizes
 
 
 def _solver_matrices(config: ModelConfig) -> int:
-    """Parameters that L = 0 does not have: keys from the second on, gains, the residual's projection of u."""
-    if config.solver_steps == 0:
-        return 0
+    """Parameters of the outer r -> keys and r -> gains of a factored solver."""
     key_width, value_width = config.num_heads * config.key_width, config.num_heads * config.value_width
-    keys = _projections(config, key_width, config.solver_steps - 1)
-    gains = _projections(config, value_width, config.solver_steps) if config.gain == "learned" else 0
-    residual = 0 if value_width == config.model_width else config.model_width * value_width
-    return keys + gains + residual
-
-
-def _projections(config: ModelConfig, out_width: int, count: int) -> int:
-    rank = config.solver_rank
-    return count * (rank * (config.model_width + out_width) if rank else config.model_width * out_width)
+    num_gains = config.solver_steps if config.gain == "learned" else 0
+    return config.solver_rank * ((config.write_steps - 1) * key_width + num_gains * value_width)
 
 
 def _conv_channels(config: ModelConfig, mixer: Mixer) -> int:

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kernels.linear_cross_entropy.chunked import linear_cross_entropy
 from kernels.linear_cross_entropy.reference import Reduction
-from kernels.prism.chunk_reference import prism_scan_chunked
 from prism_lm.model.block import Block
 from prism_lm.model.config import ModelConfig
 from prism_lm.model.decode_state import DecodeState
 from prism_lm.model.init import initialise
-from prism_lm.model.scan import Scan
+from prism_lm.model.operators import Operators, build_plain_operators
 
 IGNORED_LABEL = -100
 
@@ -28,8 +26,9 @@ IGNORED_LABEL = -100
 class LanguageHead(nn.Module):
     """Owns the V x D weight and everything that is computed with it, so that a sharded weight is gathered once."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, operators: Operators) -> None:
         super().__init__()
+        self.run_loss = operators.linear_cross_entropy
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.model_width))
 
     def tie_to(self, embedding: nn.Embedding) -> None:
@@ -42,7 +41,7 @@ class LanguageHead(nn.Module):
         if labels_BT is None:
             logits_BTV = functional.linear(hidden_BTD, self.weight)
             return logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32))
-        loss = linear_cross_entropy(
+        loss = self.run_loss(
             hidden_BTD.flatten(0, 1),
             self.weight,
             labels_BT.flatten(),
@@ -55,17 +54,18 @@ class LanguageHead(nn.Module):
 class LanguageModel(nn.Module):
     """Next-token model over packed rows. Its weights are those of seed 0 until `initialise` draws others.
 
-    `scan` is any function with the scan's signature; parallelism is put on from outside.
+    `operators` are those of plain torch unless others are given; parallelism is put on from outside, by their scan.
     """
 
-    def __init__(self, config: ModelConfig, *, scan: Scan = prism_scan_chunked) -> None:
+    def __init__(self, config: ModelConfig, *, operators: Operators | None = None) -> None:
         super().__init__()
+        operators = operators or build_plain_operators()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.model_width)
         self.embedding_scale = config.model_width**0.25
-        self.blocks = nn.ModuleList(Block(config, mixer, scan=scan) for mixer in config.layer_mixers())
+        self.blocks = nn.ModuleList(Block(config, mixer, operators=operators) for mixer in config.layer_mixers())
         self.final_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
-        self.head = LanguageHead(config)
+        self.head = LanguageHead(config, operators=operators)
         self.tie_weights()
         if not self.embedding.weight.is_meta:
             initialise(self, seed=0)
@@ -125,11 +125,11 @@ def build_model(
     seed: int,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    scan: Scan = prism_scan_chunked,
+    operators: Operators | None = None,
 ) -> LanguageModel:
-    """A model with the weights of `seed`, allocated once, on `device` in `dtype`."""
+    """A model with the weights of `seed`, allocated once, on `device` in `dtype`; `operators` None: plain torch."""
     with torch.device("meta"):
-        model = LanguageModel(config, scan=scan).to(dtype)
+        model = LanguageModel(config, operators=operators).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
     initialise(model, seed=seed)

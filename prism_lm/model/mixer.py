@@ -4,111 +4,60 @@ From the normed input x, per token: u = SiLU(ShortConv(x)) (eq. 9); q, v, decay,
 projections of u (eq. 11 to 13); r1 = v - u (eq. 14); the scan runs the loop d_l = f(p_l r_l), r_{l+1} = r_l - d_l
 (eq. 15, 16) and writes every d_l (eq. 17, 18). The output gate reads x, as in Gated DeltaNet: SiLU has already
 squashed the negative half of u.
+
+One matrix makes every projection of u: u is read once, and its gradient is one product instead of eight and their sum.
 Dims: B batch, T tokens, H heads, K key width, V value width, L solver steps, M written pairs, D model width.
 """
 
 import torch
 from torch import Tensor, nn
 
-from prism_lm.model.config import ModelConfig
+from prism_lm.model.config import ModelConfig, projection_widths
 from prism_lm.model.decode_state import RecurrentState
-from prism_lm.model.recurrent_parts import GatedNorm, ShortConv, StepSizes, build_decay, build_linear, normalise
-from prism_lm.model.scan import Scan, ScanInputs, ScanRunner
+from prism_lm.model.operators import Operators
+from prism_lm.model.recurrent_parts import GatedNorm, ShortConv, StepSizes, build_decay, build_linear
+from prism_lm.model.scan import ScanInputs, ScanRunner
 
 
-class SolverProjection(nn.Module):
-    """`count` projections of u at once, full rank or factored D -> r -> D: u_BTD -> B, T, count, out_width."""
+class SolverProjections(nn.Module):
+    """`count` vectors a token (B, T, count, out_width) from what the mixer's matrix gives for them: the vectors
+    themselves, or their inner r where the solver is factored D -> r -> D."""
 
-    def __init__(self, model_width: int, out_width: int, *, count: int, rank: int) -> None:
+    def __init__(self, out_width: int, *, count: int, rank: int) -> None:
         super().__init__()
-        self.count, self.rank = count, rank
-        self.down = build_linear(model_width, count * rank) if rank else None
+        self.count = count
         self.up = nn.ModuleList(build_linear(rank, out_width) for _ in range(count)) if rank else None
-        self.full = None if rank else build_linear(model_width, count * out_width)
 
-    def forward(self, u_BTD: Tensor) -> Tensor:
-        if self.full is not None:
-            return self.full(u_BTD).unflatten(-1, (self.count, -1))
-        assert self.down is not None and self.up is not None
-        parts = self.down(u_BTD).split(self.rank, dim=-1)
-        return torch.stack([up(part) for up, part in zip(self.up, parts, strict=True)], dim=2)
-
-
-class Keys(nn.Module):
-    """The M write keys of norm 1 (eq. 12), the first from a full projection, the others from the solver's:
-    u_BTD -> key_BTMHK."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width, num_extra = config.num_heads * config.key_width, config.write_steps - 1
-        self.num_heads = config.num_heads
-        self.first = build_linear(config.model_width, width)
-        self.extra = (
-            SolverProjection(config.model_width, width, count=num_extra, rank=config.solver_rank) if num_extra else None
-        )
-
-    def forward(self, u_BTD: Tensor) -> Tensor:
-        key = self.first(u_BTD)[:, :, None]
-        if self.extra is not None:
-            key = torch.cat([key, self.extra(u_BTD)], dim=2)
-        return normalise(key.unflatten(-1, (self.num_heads, -1)))
-
-
-class Gains(nn.Module):
-    """The solver's gains p (eq. 13), learned or all ones: u_BTD -> gain_BTLHV."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.shape_LHV = (config.solver_steps, config.num_heads, config.value_width)
-        width, count = config.num_heads * config.value_width, config.solver_steps
-        self.projection = (
-            SolverProjection(config.model_width, width, count=count, rank=config.solver_rank)
-            if config.gain == "learned"
-            else None
-        )
-
-    def forward(self, u_BTD: Tensor) -> Tensor:
-        if self.projection is None:
-            return u_BTD.new_ones(*u_BTD.shape[:2], *self.shape_LHV)
-        return self.projection(u_BTD).unflatten(-1, self.shape_LHV[1:])
-
-
-class FirstResidual(nn.Module):
-    """r1 = v - u (eq. 14), u cut in heads where the widths agree and projected where not: BTD, BTHV -> BTHV."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width = config.num_heads * config.value_width
-        self.projection = None if width == config.model_width else build_linear(config.model_width, width)
-
-    def forward(self, u_BTD: Tensor, value_BTHV: Tensor) -> Tensor:
-        anchor = u_BTD if self.projection is None else self.projection(u_BTD)
-        return value_BTHV - anchor.view_as(value_BTHV)
+    def forward(self, inner_BTC: Tensor) -> Tensor:
+        parts = inner_BTC.unflatten(-1, (self.count, -1))
+        if self.up is None:
+            return parts
+        outs = [up(part) for up, part in zip(self.up, parts.unbind(2), strict=True)]
+        return outs[0][:, :, None] if self.count == 1 else torch.stack(outs, dim=2)
 
 
 class PrismMixer(nn.Module):
-    """x_BTD -> out_BTD by a rank-L recurrence; every ablation is a switch of the configuration.
+    """x_BTD -> out_BTD by a rank-L recurrence; every ablation is a switch of the configuration."""
 
-    `scan` is any function with the scan's signature, so that parallelism is put on from outside.
-    """
-
-    def __init__(self, config: ModelConfig, *, scan: Scan) -> None:
+    def __init__(self, config: ModelConfig, *, operators: Operators) -> None:
         super().__init__()
-        width_D, width_HV = config.model_width, config.num_heads * config.value_width
-        has_solver = config.solver_steps > 0
-        self.num_heads = config.num_heads
-        self.anchor = ShortConv(width_D, config.conv_width) if config.anchor == "shortconv" else None
-        self.query = build_linear(width_D, config.num_heads * config.key_width)
-        self.value = build_linear(width_D, width_HV)
-        self.keys = Keys(config)
-        self.gains = Gains(config) if has_solver else None
-        self.residual = FirstResidual(config) if has_solver else None
-        self.step_sizes = StepSizes(width_D, config.write_steps, config.num_heads)
+        width_D, width_HK, width_HV = config.model_width, *_head_widths(config)
+        has_gains = config.solver_steps > 0 and config.gain == "learned"
+        self.num_heads, self.solver_steps = config.num_heads, config.solver_steps
+        self.widths = projection_widths(config)
+        self.anchor = (
+            ShortConv(width_D, config.conv_width, operators=operators) if config.anchor == "shortconv" else None
+        )
+        self.projection = build_linear(width_D, sum(self.widths.values()))
+        self.extra_keys = _build_solver(config, width_HK, config.write_steps - 1)
+        self.gains = _build_solver(config, width_HV, config.solver_steps if has_gains else 0)
+        self.step_sizes = StepSizes(config.num_heads)
         self.decay = build_decay(config)
         self.gate = build_linear(width_D, width_HV)
-        self.norm = GatedNorm(config.value_width, config.norm_eps)
+        self.norm = GatedNorm(config.value_width, config.norm_eps, operators=operators)
         self.output = build_linear(width_HV, width_D)
-        self.run_scan = ScanRunner(scan, activation=config.solver_activation, chunk_tokens=config.chunk_tokens)
+        self.run_unit_keys = operators.unit_keys
+        self.run_scan = ScanRunner(operators, activation=config.solver_activation, chunk_tokens=config.chunk_tokens)
 
     def forward(
         self, x_BTD: Tensor, document_start_BT: Tensor | None, state: RecurrentState | None
@@ -130,15 +79,41 @@ class PrismMixer(nn.Module):
         return self.anchor(x_BTD, document_start_BT, None if state is None else state.window_BWD)
 
     def _read_inputs(self, u_BTD: Tensor) -> ScanInputs:
-        value_BTHV = self._split_heads(self.value(u_BTD))
+        parts = self.projection(u_BTD).split(list(self.widths.values()), dim=-1)
+        part = dict(zip(self.widths, parts, strict=True))
+        extra = None if self.extra_keys is None else self._split_heads(self.extra_keys(part["extra_keys"]))
         return ScanInputs(
-            query_BTHK=self._split_heads(self.query(u_BTD)),
-            key_BTMHK=self.keys(u_BTD),
-            residual_BTHV=value_BTHV if self.residual is None else self.residual(u_BTD, value_BTHV),
-            gain_BTLHV=None if self.gains is None else self.gains(u_BTD),
-            step_size_BTMH=self.step_sizes(u_BTD),
-            log_decay_BTH=self.decay(u_BTD),
+            query_BTHK=self._split_heads(part["query"]),
+            key_BTMHK=self.run_unit_keys(self._split_heads(part["first_key"]), extra),
+            residual_BTHV=self._split_heads(self._read_residual(part, u_BTD)),
+            gain_BTLHV=self._read_gains(part),
+            step_size_BTMH=self.step_sizes(part["step_sizes"]),
+            log_decay_BTH=self.decay(part["decay"]),
         )
+
+    def _read_residual(self, part: dict[str, Tensor], u_BTD: Tensor) -> Tensor:
+        """r1 = v - u (eq. 14), u cut in heads where the widths agree and projected where not; v without a solver."""
+        if not self.solver_steps:
+            return part["value"]
+        return part["value"] - (part["anchor"] if self.widths["anchor"] else u_BTD)
+
+    def _read_gains(self, part: dict[str, Tensor]) -> Tensor | None:
+        """The solver's gains p (eq. 13), learned or all ones."""
+        if not self.solver_steps:
+            return None
+        if self.gains is not None:
+            return self._split_heads(self.gains(part["gains"]))
+        value_BTHV = self._split_heads(part["value"])
+        B, T, H, V = value_BTHV.shape
+        return value_BTHV.new_ones(B, T, self.solver_steps, H, V)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1))
+
+
+def _head_widths(config: ModelConfig) -> tuple[int, int]:
+    return config.num_heads * config.key_width, config.num_heads * config.value_width
+
+
+def _build_solver(config: ModelConfig, out_width: int, count: int) -> SolverProjections | None:
+    return SolverProjections(out_width, count=count, rank=config.solver_rank) if count else None

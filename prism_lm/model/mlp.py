@@ -1,19 +1,19 @@
 """The SwiGLU MLP. Dims: B batch, T tokens, D model width, F inner width."""
 
 from torch import Tensor, nn
-from torch.nn import functional
 
+from prism_lm.model.operators import Operators
 from prism_lm.model.recurrent_parts import build_linear
 
 
 class SwiGLU(nn.Module):
     """down(SiLU(gate(x)) * up(x)), gate and up side by side in one projection: BTD -> BTD."""
 
-    def __init__(self, model_width: int, mlp_width: int) -> None:
+    def __init__(self, model_width: int, mlp_width: int, *, operators: Operators) -> None:
         super().__init__()
         self.gate_up = build_linear(model_width, 2 * mlp_width)
         self.down = build_linear(mlp_width, model_width)
+        self.run_product = operators.swiglu
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        gate_BTF, up_BTF = self.gate_up(x_BTD).chunk(2, dim=-1)
-        return self.down(functional.silu(gate_BTF) * up_BTF)
+        return self.down(self.run_product(self.gate_up(x_BTD)))

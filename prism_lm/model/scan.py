@@ -3,32 +3,12 @@
 Dims: B batch, T tokens, H heads, K key width, V value width, L solver steps, M written pairs = max(L, 1).
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
 from kernels.prism.activation import Activation
-from kernels.prism.step_reference import prism_step_reference as prism_step
-
-
-class Scan(Protocol):
-    """Any form of the PRISM scan: the plain one, a fused kernel, one that passes state between ranks."""
-
-    def __call__(
-        self,
-        query_BTHK: Tensor,
-        key_BTMHK: Tensor,
-        residual_BTHV: Tensor,
-        gain_BTLHV: Tensor | None,
-        step_size_BTMH: Tensor,
-        log_decay_BTH: Tensor,
-        /,
-        *,
-        activation: Activation,
-        entry_state_BHVK: Tensor | None,
-        document_start_BT: Tensor | None,
-        chunk_tokens: int,
-    ) -> tuple[Tensor, Tensor]: ...
+from prism_lm.model.operators import Operators
 
 
 class ScanInputs(NamedTuple):
@@ -54,8 +34,8 @@ class ScanRunner:
     """A scan (eq. 15 to 18) with its settings. A single token from a known state takes the step, anything else the
     chunk form."""
 
-    def __init__(self, scan: Scan, *, activation: Activation, chunk_tokens: int) -> None:
-        self.scan, self.chunk_tokens = scan, chunk_tokens
+    def __init__(self, operators: Operators, *, activation: Activation, chunk_tokens: int) -> None:
+        self.scan, self.step, self.chunk_tokens = operators.scan, operators.step, chunk_tokens
         self.activation: Activation = activation
 
     def __call__(
@@ -76,5 +56,5 @@ class ScanRunner:
     def _step(self, inputs: ScanInputs, document_start_BT: Tensor | None, state_BHVK: Tensor) -> tuple[Tensor, Tensor]:
         if document_start_BT is not None:
             state_BHVK = state_BHVK.masked_fill(document_start_BT[:, 0, None, None, None], 0)
-        out_BHV, final_BHVK = prism_step(*inputs.first_token(), activation=self.activation, state_BHVK=state_BHVK)
+        out_BHV, final_BHVK = self.step(*inputs.first_token(), activation=self.activation, state_BHVK=state_BHVK)
         return out_BHV[:, None], final_BHVK.detach()

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prism_lm.model.operators import Kernels
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -11,6 +13,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """How the model's blocks are run; nothing here changes what is computed."""
+
+    kernels: Kernels = "auto"
+    """Operators of the model: triton, kernels for CUDA devices; plain, torch alone, on any device; auto, triton on CUDA
+    and plain elsewhere. A resumed run may change it."""
 
     activation_checkpointing: bool = False
     "Keep only each block's input and recompute the block in the backward pass: less memory, about a third more work."

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 
 from data_pipeline.synthetic import write_synthetic_dataset
 from launcher.__main__ import EXIT_FAILED, EXIT_USAGE, main
@@ -59,6 +60,7 @@ def test_run_folder_holds_what_is_promised_and_says_it_finished(run_dir: Path) -
     assert (result["status"], result["step"]) == ("finished", STEPS)
     environment = json.loads((run_dir / "environment.json").read_text())
     assert environment["world_size"] == 1 and environment["packages"]["torch"]
+    assert environment["kernels"] == ("triton" if torch.cuda.is_available() else "plain")
 
 
 def test_metrics_hold_every_step_once_with_validation_where_it_is_due(run_dir: Path) -> None:
@@ -97,6 +99,12 @@ def test_checkpoint_holds_data_alone_for_everyone_to_read(run_dir: Path) -> None
             ["train.global_batch_rows=8", "train.micro_batch_rows=3", "use 6 or 9"],
         ),
         ("train.zero_stage=4", EXIT_USAGE, ["train.zero_stage=4"]),
+        pytest.param(
+            "parallel.kernels=triton",
+            EXIT_USAGE,
+            ["parallel.kernels=triton", "CUDA", "use parallel.kernels=plain"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there to run them"),
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line_before_any_process_group_starts(

@@ -39,8 +39,9 @@ def _run_gated_delta(mixer, x_TD):
     mixed = _convolve(mixer.conv.weight, mixer.query_key_value(x_TD)).split(mixer.widths, dim=-1)
     query, key, value = (part.unflatten(-1, (2, -1)) for part in mixed)
     query, key = functional.normalize(query, dim=-1, eps=0), functional.normalize(key, dim=-1, eps=0)
-    b_TH = torch.sigmoid(mixer.step_sizes.projection(x_TD))
-    rate_TH = functional.softplus(mixer.decay.projection(x_TD) + mixer.decay.dt_bias)
+    step_TH, decay_TH = mixer.step_and_decay(x_TD).chunk(2, dim=-1)
+    b_TH = torch.sigmoid(step_TH)
+    rate_TH = functional.softplus(decay_TH + mixer.decay.dt_bias)
     alpha_TH = (-mixer.decay.A_log.exp() * rate_TH).exp()
     state_HVK, outputs = x_TD.new_zeros(2, 32, 16), []
     for t in range(len(x_TD)):

@@ -23,10 +23,10 @@ def test_model_built_off_meta_equals_model_built_in_place(family):
 
 def test_value_depends_on_seed_and_name_alone():
     small, deep = build_model(SMALL, seed=1), build_model(replace(SMALL, num_layers=4), seed=1)
-    name = "blocks.1.mixer.query.weight"
+    name = "blocks.1.mixer.projection.weight"
     assert torch.equal(small.state_dict()[name], deep.state_dict()[name])
     assert not torch.equal(_draw(name, 32, 32, seed=1), _draw(name, 32, 32, seed=2))
-    assert not torch.equal(_draw(name, 32, 32), _draw(name.replace("query", "value"), 32, 32))
+    assert not torch.equal(_draw(name, 32, 32), _draw(name.replace("projection", "output"), 32, 32))
 
 
 def test_tied_head_stays_the_embedding_after_leaving_meta():

@@ -149,8 +149,9 @@ def test_each_parameter_is_read_only_inside_its_owners_forward(family):
 def test_bf16_model_has_the_losses_and_gradients_of_fp32_within_its_rounding(family):
     """Against fp32 with the same, rounded, weights. Each token's loss is right to two roundings, 2^-7 in the mean
     square. Some 40 roundings of 2^-8 lie between a weight and the loss and back, 0.16 if all were to agree: 1/4 for
-    every parameter's gradient is above that, and below a term that is missing, doubled or of the wrong sign."""
-    rounded, rows = build_small(FAMILIES[family], dtype=torch.bfloat16), build_rows(2, 40, starts=STARTS)
+    every parameter's gradient is above that, and below a term that is missing, doubled or of the wrong sign. The
+    gradient of a decay rate is a signed sum over all tokens; of this seed none cancels to a small rest."""
+    rounded, rows = build_small(FAMILIES[family], seed=4, dtype=torch.bfloat16), build_rows(2, 40, starts=STARTS)
     exact = build_small(FAMILIES[family], dtype=torch.float32)
     exact.load_state_dict(rounded.state_dict())
     with torch.no_grad():

@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional
 
 from kernels.prism.reference import prism_scan_reference
+from prism_lm.model.config import projection_widths
 from prism_lm.model.decode_state import RecurrentState
-from prism_lm.model.mixer import PrismMixer, SolverProjection
+from prism_lm.model.mixer import PrismMixer
 from tests.prism_lm.model.builders import SMALL, SWITCHES, build_rows, build_small, relative_error
 
 CONFIGS = {"two_steps": SMALL, **SWITCHES}
@@ -25,12 +26,15 @@ def _inputs(batch: int = 2, tokens: int = TOKENS):
     return x_BTD, build_rows(batch, tokens, starts=((0, 11), (1, 12), (1, 13)))[1]
 
 
-def _project(projection: SolverProjection, u, step: int):
-    """Projection `step` of the solver, from its weights."""
-    if projection.rank == 0:
-        return projection.full.weight.chunk(projection.count)[step] @ u
-    inner = projection.down.weight.chunk(projection.count)[step] @ u
-    return projection.up[step].weight @ inner
+def _project(config, mixer, name: str, u, step: int | None = None):
+    """What the mixer's matrix gives under that name, by its rows; with a step, that projection of the solver's."""
+    widths = projection_widths(config)
+    rows = dict(zip(widths, mixer.projection.weight.split(list(widths.values())), strict=True))[name]
+    if step is None:
+        return rows @ u
+    solver = getattr(mixer, name)
+    inner = (rows @ u).chunk(solver.count)[step]
+    return inner if solver.up is None else solver.up[step].weight @ inner
 
 
 def _compute_anchor(mixer, recent_WD):
@@ -42,26 +46,27 @@ def _compute_anchor(mixer, recent_WD):
     return functional.silu((weight_DW[:, -len(recent_WD) :] * recent_WD.T).sum(1))
 
 
-def _compute_alpha(config, decay, u):
+def _compute_alpha(config, mixer, u):
+    logit_H, decay = _project(config, mixer, "decay", u), mixer.decay
     if config.decay == "sigmoid":
-        return torch.sigmoid(decay.projection.weight @ u)
-    return (-decay.A_log.exp() * functional.softplus(decay.projection.weight @ u + decay.dt_bias)).exp()
+        return torch.sigmoid(logit_H)
+    return (-decay.A_log.exp() * functional.softplus(logit_H + decay.dt_bias)).exp()
 
 
 def _compute_writes(config, mixer, u):
     """Keys and values of the L pairs, before the step sizes: lists of (H, K) and (H, V)."""
     cut = (config.num_heads, -1)
-    keys = [mixer.keys.first.weight @ u]
-    keys += [_project(mixer.keys.extra, u, step) for step in range(config.write_steps - 1)]
+    keys = [_project(config, mixer, "first_key", u)]
+    keys += [_project(config, mixer, "extra_keys", u, step) for step in range(config.write_steps - 1)]
     keys = [functional.normalize(key.view(cut), dim=-1, eps=0) for key in keys]
-    value = (mixer.value.weight @ u).view(cut)
+    value = _project(config, mixer, "value", u).view(cut)
     if config.solver_steps == 0:
         return keys, [value]
-    widened = mixer.residual.projection
-    residual = value - (u if widened is None else widened.weight @ u).view(cut)
+    is_wider = config.num_heads * config.value_width != config.model_width
+    residual = value - (_project(config, mixer, "anchor", u) if is_wider else u).view(cut)
     writes = []
     for step in range(config.solver_steps):
-        gain = _project(mixer.gains.projection, u, step).view(cut) if config.gain == "learned" else 1.0
+        gain = _project(config, mixer, "gains", u, step).view(cut) if config.gain == "learned" else 1.0
         write = gain * residual
         writes.append(functional.gelu(write) if config.solver_activation == "gelu" else write)
         residual = residual - writes[-1]
@@ -70,16 +75,16 @@ def _compute_writes(config, mixer, u):
 
 def _advance(config, mixer, u, state_HVK):
     keys, writes = _compute_writes(config, mixer, u)
-    b_MH = torch.sigmoid(mixer.step_sizes.projection.weight @ u).view(config.write_steps, config.num_heads)
+    b_MH = torch.sigmoid(_project(config, mixer, "step_sizes", u)).view(config.write_steps, config.num_heads)
     forget_HKK = torch.eye(config.key_width) - b_MH[0, :, None, None] * keys[0][:, :, None] * keys[0][:, None, :]
-    state_HVK = _compute_alpha(config, mixer.decay, u)[:, None, None] * state_HVK @ forget_HKK
+    state_HVK = _compute_alpha(config, mixer, u)[:, None, None] * state_HVK @ forget_HKK
     for step, (key, write) in enumerate(zip(keys, writes, strict=True)):
         state_HVK = state_HVK + b_MH[step, :, None, None] * write[:, :, None] * key[:, None, :]
     return state_HVK
 
 
 def _read(config, mixer, x, u, state_HVK):
-    query_HK = (mixer.query.weight @ u).view(config.num_heads, -1)
+    query_HK = _project(config, mixer, "query", u).view(config.num_heads, -1)
     out_HV = (state_HVK @ query_HK[:, :, None])[..., 0] * config.key_width**-0.5
     normed_HV = functional.rms_norm(out_HV, (config.value_width,), mixer.norm.weight, config.norm_eps)
     return mixer.output.weight @ (normed_HV.flatten() * functional.silu(mixer.gate.weight @ x))
@@ -134,7 +139,7 @@ def test_gradient_reaches_every_parameter(name):
 
 def test_no_solver_holds_no_solver_weights():
     names = {name.split(".")[0] for name, _ in _build_mixer(replace(SMALL, solver_steps=0)).named_parameters()}
-    assert names == {"anchor", "query", "value", "keys", "step_sizes", "decay", "gate", "norm", "output"}
+    assert names == {"anchor", "projection", "decay", "gate", "norm", "output"}
 
 
 def test_any_scan_of_the_same_signature_serves():
@@ -147,16 +152,14 @@ def test_any_scan_of_the_same_signature_serves():
 @pytest.mark.parametrize("decay", ["gated_delta", "sigmoid"])
 def test_decay_of_a_bf16_model_is_fp32(decay):
     mixer = _build_mixer(replace(SMALL, decay=decay)).to(torch.bfloat16)
-    log_decay_BTH = mixer.decay(_inputs()[0].to(torch.bfloat16))
+    log_decay_BTH = mixer.decay(_inputs()[0][..., : SMALL.num_heads].to(torch.bfloat16))
     assert log_decay_BTH.dtype == torch.float32 and log_decay_BTH.max() <= 0
 
 
 def test_step_sizes_of_a_bf16_model_are_not_rounded_to_one():
     """In bf16 the sigmoid of 7 is 1: a write that forgets all it overwrites, with no gradient back."""
     step_sizes = _build_mixer(SMALL).to(torch.bfloat16).step_sizes
-    logit_BTD = torch.full((1, 1, SMALL.model_width), 7 / SMALL.model_width, dtype=torch.bfloat16)
-    torch.nn.init.ones_(step_sizes.projection.weight)
-    step_size_BTMH = step_sizes(logit_BTD)
+    step_size_BTMH = step_sizes(torch.full((1, 1, 2 * SMALL.num_heads), 7, dtype=torch.bfloat16))
     assert step_size_BTMH.dtype == torch.float32 and step_size_BTMH.max() < 1
     assert torch.allclose(step_size_BTMH, torch.tensor(7.0).sigmoid(), rtol=1e-5)
 
@@ -166,7 +169,6 @@ def test_step_sizes_of_a_bf16_model_are_not_rounded_to_one():
 def test_log_decay_is_finite_for_the_largest_projections_of_its_dtype(decay, dtype):
     """The scan takes differences of log decays; an infinite one would be NaN in all that follows."""
     layer, largest = _build_mixer(replace(SMALL, decay=decay)).decay.to(dtype), torch.finfo(dtype).max
-    layer.projection = torch.nn.Identity()
     logits = torch.tensor([[largest, -largest], [torch.inf, -torch.inf], [0.0, 1e4]], dtype=dtype, requires_grad=True)
     log_decay = layer(logits)
     log_decay.sum().backward()
@@ -177,7 +179,6 @@ def test_log_decay_is_finite_for_the_largest_projections_of_its_dtype(decay, dty
 def test_bound_on_the_log_decay_changes_no_alpha(decay):
     """Down to alphas that fp64 can hold, the least of which is above e^-746."""
     layer = _build_mixer(replace(SMALL, decay=decay)).decay
-    layer.projection = torch.nn.Identity()
     logits = torch.linspace(-2000, 2000, 4001, dtype=torch.float64)[:, None].expand(-1, SMALL.num_heads)
     if decay == "sigmoid":
         expected = functional.logsigmoid(logits)

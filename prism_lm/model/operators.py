@@ -1,0 +1,178 @@
+"""The operators a model runs on, as one bundle: plain torch, or Triton kernels. Parallelism is put on from outside, by
+replacing the scan of a bundle.
+
+Importing this file loads neither torch nor Triton.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, get_args
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kernels.linear_cross_entropy.reference import Reduction
+    from kernels.prism.activation import Activation
+
+Kernels = Literal["auto", "triton", "plain"]
+
+
+class Scan(Protocol):
+    """Any form of the PRISM scan: the plain one, a fused kernel, one that passes state between ranks."""
+
+    def __call__(
+        self,
+        query_BTHK: "Tensor",
+        key_BTMHK: "Tensor",
+        residual_BTHV: "Tensor",
+        gain_BTLHV: "Tensor | None",
+        step_size_BTMH: "Tensor",
+        log_decay_BTH: "Tensor",
+        /,
+        *,
+        activation: "Activation",
+        entry_state_BHVK: "Tensor | None",
+        document_start_BT: "Tensor | None",
+        chunk_tokens: int,
+    ) -> "tuple[Tensor, Tensor]": ...
+
+
+class Step(Protocol):
+    """One token of the scan."""
+
+    def __call__(
+        self,
+        query_BHK: "Tensor",
+        key_BMHK: "Tensor",
+        residual_BHV: "Tensor",
+        gain_BLHV: "Tensor | None",
+        step_size_BMH: "Tensor",
+        log_decay_BH: "Tensor",
+        /,
+        *,
+        activation: "Activation",
+        state_BHVK: "Tensor",
+    ) -> "tuple[Tensor, Tensor]": ...
+
+
+class ShortConvolution(Protocol):
+    """Causal depthwise convolution and SiLU."""
+
+    def __call__(
+        self,
+        x_BTD: "Tensor",
+        weight_DW: "Tensor",
+        /,
+        *,
+        entry_BWD: "Tensor | None",
+        document_start_BT: "Tensor | None",
+    ) -> "tuple[Tensor, Tensor]": ...
+
+
+class GatedRMSNorm(Protocol):
+    """RMS norm of the last dim, times a weight and SiLU(gate)."""
+
+    def __call__(self, x: "Tensor", gate: "Tensor", weight_V: "Tensor", /, *, eps: float) -> "Tensor": ...
+
+
+class UnitKeys(Protocol):
+    """The first key and the extra ones in one tensor, each of norm 1."""
+
+    def __call__(self, first_BTHK: "Tensor", extra_BTXHK: "Tensor | None" = None, /) -> "Tensor": ...
+
+
+class GatedProduct(Protocol):
+    """SiLU(gate) * up of gate and up side by side."""
+
+    def __call__(self, gate_up: "Tensor", /) -> "Tensor": ...
+
+
+class LinearCrossEntropy(Protocol):
+    """Cross-entropy of a linear head."""
+
+    def __call__(
+        self,
+        hidden_ND: "Tensor",
+        weight_VD: "Tensor",
+        labels_N: "Tensor",
+        /,
+        *,
+        ignore_index: int,
+        reduction: "Reduction",
+    ) -> "Tensor": ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operators:
+    """What kernels/ computes for a model; every form of an operator has one signature."""
+
+    scan: Scan
+    step: Step
+    short_conv: ShortConvolution
+    gated_rms_norm: GatedRMSNorm
+    unit_keys: UnitKeys
+    swiglu: GatedProduct
+    linear_cross_entropy: LinearCrossEntropy
+
+
+def build_plain_operators() -> Operators:
+    """Plain torch: any device, fp64 to bf16."""
+    from kernels.gated_norm.explicit import gated_rms_norm_explicit
+    from kernels.linear_cross_entropy.chunked import linear_cross_entropy
+    from kernels.prism.chunk_reference import prism_scan_chunked
+    from kernels.prism.step_reference import prism_step_reference
+    from kernels.short_conv.shifted import short_conv_shifted
+    from kernels.swiglu.reference import swiglu_reference
+    from kernels.unit_keys.reference import unit_keys_reference
+
+    return Operators(
+        scan=prism_scan_chunked,
+        step=prism_step_reference,
+        short_conv=short_conv_shifted,
+        gated_rms_norm=gated_rms_norm_explicit,
+        unit_keys=unit_keys_reference,
+        swiglu=swiglu_reference,
+        linear_cross_entropy=linear_cross_entropy,
+    )
+
+
+def build_triton_operators() -> Operators:
+    """Triton kernels: CUDA, fp32 to bf16. Triton is imported here and not before."""
+    from kernels.gated_norm.fused import gated_rms_norm
+    from kernels.linear_cross_entropy.fused import linear_cross_entropy
+    from kernels.prism.chunk import prism_scan
+    from kernels.prism.step import prism_step
+    from kernels.short_conv.fused import short_conv
+    from kernels.swiglu.fused import swiglu
+    from kernels.unit_keys.fused import unit_keys
+
+    return Operators(
+        scan=prism_scan,
+        step=prism_step,
+        short_conv=short_conv,
+        gated_rms_norm=gated_rms_norm,
+        unit_keys=unit_keys,
+        swiglu=swiglu,
+        linear_cross_entropy=linear_cross_entropy,
+    )
+
+
+def kernel_choices() -> tuple[str, ...]:
+    """What a user may ask for."""
+    return get_args(Kernels)
+
+
+def choose_kernels(kernels: Kernels, device_type: str, *, key: str = "parallel.kernels") -> Literal["triton", "plain"]:
+    """What `auto` means on a device of that type ("cuda", "cpu"). Raises ValueError for Triton off the GPU."""
+    if kernels == "triton" and device_type != "cuda":
+        raise ValueError(
+            f"{key}=triton must run on a CUDA device, and torch sees none; use {key}=plain, or auto, which chooses"
+        )
+    if kernels == "auto":
+        return "triton" if device_type == "cuda" else "plain"
+    return kernels
+
+
+def select_operators(device_type: str, kernels: Kernels = "auto", *, key: str = "parallel.kernels") -> Operators:
+    """The operators for a device of that type. Raises ValueError for Triton off the GPU."""
+    chosen = choose_kernels(kernels, device_type, key=key)
+    return build_triton_operators() if chosen == "triton" else build_plain_operators()
