@@ -42,7 +42,7 @@ def _step_kernel(
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, L: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
-    M: tl.constexpr = max(L, 1)
+    M: tl.constexpr = L if L > 0 else 1
     NUM_BLOCKS: tl.constexpr = V // BV
     i_program = tl.program_id(0)
     i_head = i_program // NUM_BLOCKS
