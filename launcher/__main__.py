@@ -27,6 +27,7 @@ VERBS = {
     "inspect": Verb("rows of prepared data as text; verify every shard", "prism inspect data/plain_text --verify"),
     "order": Verb("the order of samples for any world size", "prism order data/plain_text --world-size 4"),
     "train": Verb("train a model, or resume an existing run folder", "prism train configs/train/tiny.yaml"),
+    "bench": Verb("time whole training steps on random tokens", "prism bench configs/train/tiny.yaml --batch 2x256"),
     "evaluate": Verb("bits per byte on held-out text", "prism evaluate runs/tiny --split test"),
     "generate": Verb("text from a trained run", "prism generate runs/tiny --prompt 'It was'"),
 }

@@ -22,7 +22,7 @@ def describe_environment(environment: ProcessEnvironment) -> dict[str, Any]:
         "launcher": environment.launcher,
         "world_size": environment.ranks.world_size,
         "python": platform.python_version(),
-        "packages": {name: _find_version(name) for name in PACKAGES},
+        "packages": {name: find_version(name) for name in PACKAGES},
         "host": platform.node(),
         "cores": os.cpu_count(),
         "gpus": _list_gpus(),
@@ -43,7 +43,8 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _find_version(package: str) -> str | None:
+def find_version(package: str) -> str | None:
+    """The installed version; null where the package is absent."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,0 +1,213 @@
+"""`prism bench CONFIG [key=value ...] [CONFIG [key=value ...]]`: time whole training steps on random tokens.
+
+Forward, loss, backward, clip and fused AdamW in one process of plain torch, weights in the dtype of train.precision. A
+key=value belongs to the CONFIG before it. The peer is timed in the same run, at its own size of the first CONFIG's
+width.
+"""
+
+import argparse
+import gc
+import json
+import platform
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from launcher.config import RunConfig, load_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from prism_lm.train.bench import Batch, Candidate, Timing
+
+PEERS = ("fla_gated_delta",)
+EXAMPLE = """\
+example, against a peer of 380 M parameters:
+  prism bench configs/train/350m.yaml model.tie_embeddings=false --batch 16x2048 2x16384 --peer fla_gated_delta
+and of 1.467 B:
+  prism bench configs/train/1b.yaml model.mlp_width=5120 parallel.compile=true --peer fla_gated_delta --profile
+"""
+HEADER = (
+    f"{'model':<34}{'parameters':>15}{'batch':>10}{'tokens/s':>11}{'20%':>10}{'80%':>10}{'step ms':>10}{'MFU %':>8}"
+    f"{'peak GiB':>10}{'first s':>9}{'loss':>8}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requested:
+    """One CONFIG with what was typed after it."""
+
+    name: str
+    config: RunConfig
+
+
+def main(arguments: list[str]) -> int:
+    """Print the machine, a table and one line of JSON."""
+    parsed = build_parser().parse_intermixed_args(arguments)
+    requested = read_requested(parsed.words)
+    batches = [read_batch(text) for text in parsed.batch]
+    if parsed.steps < 1 or parsed.warmup_steps < 1:
+        raise ValueError(
+            f"--steps={parsed.steps}, --warmup-steps={parsed.warmup_steps} must be at least 1; use 10 and 3"
+        )
+    run_bench(requested, batches, parsed)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="prism bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog=EXAMPLE
+    )
+    parser.add_argument("words", metavar="CONFIG|key=value", nargs="+", help="YAML files, each with its keys after it")
+    parser.add_argument(
+        "--batch", nargs="+", default=["16x2048"], metavar="ROWSxTOKENS", help="batches to time (default: 16x2048)"
+    )
+    parser.add_argument("--peer", choices=PEERS, help="also time this peer; absent packages are named")
+    parser.add_argument("--profile", action="store_true", help="also show where a step's GPU time goes")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps (default %(default)s)")
+    parser.add_argument("--warmup-steps", type=int, default=3, help="steps before them (default %(default)s)")
+    return parser
+
+
+def read_requested(words: list[str]) -> list[Requested]:
+    """Each CONFIG with the overrides typed after it. Raises ValueError for a key before any CONFIG."""
+    groups: list[list[str]] = []
+    for word in words:
+        if "=" not in word:
+            groups.append([word])
+        elif groups:
+            groups[-1].append(word)
+        else:
+            raise ValueError(
+                f"{word} must come after the CONFIG it changes; for example configs/train/350m.yaml {word}"
+            )
+    return [
+        Requested(name=" ".join([path.rpartition("/")[2].removesuffix(".yaml"), *keys]), config=_load(path, keys))
+        for path, *keys in groups
+    ]
+
+
+def _load(path: str, keys: list[str]) -> RunConfig:
+    return load_config(RunConfig, path, keys)
+
+
+def read_batch(text: str) -> "Batch":
+    """`16x2048` as rows and tokens. Raises ValueError for another form."""
+    from prism_lm.train.bench import Batch
+
+    rows, _, tokens = text.partition("x")
+    if not (rows.isdecimal() and tokens.isdecimal() and int(rows) and int(tokens)):
+        raise ValueError(f"--batch={text} must be ROWSxTOKENS, both at least 1; for example 16x2048")
+    return Batch(rows=int(rows), row_tokens=int(tokens))
+
+
+def run_bench(requested: list[Requested], batches: "list[Batch]", parsed: argparse.Namespace) -> None:
+    """Time every candidate at every batch, printing as it goes."""
+    from prism_lm.parallel.mesh import Ranks, choose_device
+
+    device = choose_device(Ranks())
+    candidates = [_describe(item, device.type) for item in requested]
+    absent = _add_peer(candidates, requested[0].config, parsed.peer)
+    machine = describe_machine(device)
+    print(" · ".join(f"{name} {value}" for name, value in machine.items()))
+    print("\n".join([*absent, "", HEADER]))
+    timings: list[dict[str, Any]] = []
+    for batch in batches:
+        for candidate, dtype in candidates:
+            timings.append(_time(candidate, batch, device, dtype, parsed))
+    print(json.dumps({"machine": machine, "absent": absent, "steps": parsed.steps, "timings": timings}))
+
+
+def _describe(item: Requested, device_type: str) -> "tuple[Candidate, torch.dtype]":
+    from prism_lm.model.operators import choose_kernels, select_operators
+    from prism_lm.train.bench import describe_model
+
+    parallel = item.config.parallel
+    kernels = choose_kernels(parallel.kernels, device_type)
+    operators = select_operators(device_type, kernels)
+    name = f"{item.name} [{kernels}]"
+    return describe_model(name, item.config.model, operators, parallel), _dtype_of(item.config)
+
+
+def _dtype_of(config: RunConfig) -> "torch.dtype":
+    import torch
+
+    return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+
+
+def _add_peer(candidates: "list[tuple[Candidate, torch.dtype]]", config: RunConfig, peer: str | None) -> list[str]:
+    """Append the peer that was asked for; where its package is absent, return a line that says so."""
+    if peer is None:
+        return []
+    from prism_lm.train.bench_peer import describe_peer, is_installed
+
+    candidate = describe_peer(model_width=config.model.model_width, vocab_size=config.model.vocab_size)
+    if not is_installed():
+        return [f"{peer}: absent, not timed; pip install -e '.[peers]' -c constraints.txt brings it"]
+    candidates.append((candidate, _dtype_of(config)))
+    return []
+
+
+def describe_machine(device: "torch.device") -> dict[str, str]:
+    """What the figures were measured on."""
+    import torch
+
+    from launcher.provenance import find_version, read_commit
+
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    packages = {package: find_version(package) or "absent" for package in ("triton", "flash-linear-attention")}
+    return {"device": name, "torch": torch.__version__, **packages, "commit": read_commit() or "unknown"}
+
+
+def _time(
+    candidate: "Candidate", batch: "Batch", device: "torch.device", dtype: "torch.dtype", parsed: argparse.Namespace
+) -> dict[str, Any]:
+    """Time one candidate and print its row; what does not fit in memory is a row that says so."""
+    import torch
+
+    try:
+        timing = _measure(candidate, batch, device, dtype, parsed)
+    except torch.OutOfMemoryError:
+        print(f"{candidate.name[:33]:<34}{'':>15}{batch!s:>10}  out of memory", flush=True)
+        return {"name": candidate.name, "rows": batch.rows, "row_tokens": batch.row_tokens, "out_of_memory": True}
+    finally:
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print("\n".join([format_row(timing), *format_breakdown(timing)]), flush=True)
+    return timing.describe()
+
+
+def _measure(
+    candidate: "Candidate", batch: "Batch", device: "torch.device", dtype: "torch.dtype", parsed: argparse.Namespace
+) -> "Timing":
+    from prism_lm.train.bench import time_candidate
+    from prism_lm.train.step_profile import profile_step
+
+    timing, stepper = time_candidate(
+        candidate, batch, device=device, dtype=dtype, warmup_steps=parsed.warmup_steps, steps=parsed.steps
+    )
+    if parsed.profile:
+        timing.breakdown, timing.kernels = profile_step(stepper)
+    return timing
+
+
+def format_row(timing: "Timing") -> str:
+    """One line of the table."""
+    mfu = "-" if timing.mfu_pct is None else f"{timing.mfu_pct:.1f}"
+    return (
+        f"{timing.name[:33]:<34}{timing.parameters:>15,}{timing.batch!s:>10}{timing.tokens_per_s():>11,.0f}"
+        f"{timing.tokens_per_s(0.2):>10,.0f}{timing.tokens_per_s(0.8):>10,.0f}{timing.quantile_ms(0.5):>10.1f}{mfu:>8}"
+        f"{timing.peak_gib:>10.1f}{timing.first_step_s:>9.1f}{timing.loss_nats:>8.3f}"
+    )
+
+
+def format_breakdown(timing: "Timing") -> list[str]:
+    """A profile below its row: kinds of work, then the largest kernels; nothing where none was taken."""
+    if not timing.breakdown:
+        return []
+    step_ms = timing.quantile_ms(0.5)
+    waited = {"waiting for work": max(0.0, step_ms - sum(timing.breakdown.values()))}
+    kinds = [
+        f"    {kind:<18}{ms:>8.2f} ms{100 * ms / step_ms:>6.1f} %" for kind, ms in (timing.breakdown | waited).items()
+    ]
+    return [*kinds, *(f"      {ms:>8.2f} ms  {name}" for name, ms in timing.kernels)]
