@@ -2,7 +2,7 @@
 
 Two custom operators, `prism::chunk_scan` and `prism::chunk_scan_backward`, so that compilers see one node each. The
 solver's loop is fused on both ways: besides its inputs the forward keeps, for each chunk, T, w, V' and the state at its
-start (kernels/README.md), and no E_l.
+start (kernels/README.md), and of the pairs from the second on E_l and B_l in the inputs' dtype.
 
 Dims: B batch, T tokens, H heads, K key width, V value width, L solver steps, M written pairs, C tokens in a chunk,
 P = B H ceil(T / C) chunks of all rows and heads.
@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.checks import check_at_least, check_at_most, check_dtype, check_multiple, check_no_fp64, check_on_gpu
 from kernels.prism.activation import Activation
 from kernels.prism.chunk_bwd import Saved, run_backward
-from kernels.prism.chunk_fwd import Decays, Forward, run_forward
+from kernels.prism.chunk_fwd import Decays, Forward, Solved, run_forward
 from kernels.prism.reference import check_scan_inputs, check_scan_state
 
 PLAIN = "prism_scan_chunked"
@@ -80,9 +80,11 @@ def _check_kernel_limits(query: Tensor, key: Tensor, residual: Tensor, gain: Ten
 def chunk_scan(
     query: Tensor, key: Tensor, residual: Tensor, gain: Tensor | None, step_size: Tensor, log_decay: Tensor,
     entry_state: Tensor | None, document_start: Tensor | None, gelu: bool, chunk_tokens: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
     """`prism_scan` on contiguous tensors: output, final state, then what the backward reads: four vectors of decays,
-    T (P, C, C), w (P, C, K), V' (P, V, C), states (P, V, K)."""
+    T (P, C, C), -w (P, C, K), -B_l (P, M - 1, C, C), V' (P, V, C), E_l (P, M - 1, V, C), states (P, V, K)."""
     forward = run_forward(
         query, key, residual, gain, step_size, log_decay, entry_state, document_start,
         gelu=gelu, chunk_tokens=chunk_tokens,
@@ -91,18 +93,17 @@ def chunk_scan(
 
 
 def _flatten(forward: Forward) -> tuple[Tensor, ...]:
-    out, final, decays, *matrices = forward
-    return (out, final, *decays, *matrices)
+    return (forward.out_BTHV, forward.final_BHVK, *forward.decays, *forward.solved)
 
 
 @chunk_scan.register_fake
 def _(query, key, residual, gain, step_size, log_decay, entry_state, document_start, gelu, chunk_tokens):
-    (B, T, H, K), V, C = query.shape, residual.shape[-1], chunk_tokens
+    (B, T, H, K), M, V, C = query.shape, key.shape[2], residual.shape[-1], chunk_tokens
     P = B * H * ((T + C - 1) // C)
     wide = torch.float64 if query.dtype == torch.float32 else torch.float32
     vectors = [query.new_empty(P, C, dtype=dtype) for dtype in (wide, torch.float32, torch.float32)]
     carry = query.new_empty(P, dtype=torch.float32)
-    matrices = [query.new_empty(P, *sizes) for sizes in ((C, C), (C, K), (V, C), (V, K))]
+    matrices = [query.new_empty(P, *sizes) for sizes in ((C, C), (C, K), (M - 1, C, C), (V, C), (M - 1, V, C), (V, K))]
     final = query.new_empty(B, H, V, K, dtype=torch.float32)
     return (query.new_empty(B, T, H, V), final, *vectors, carry, *matrices)
 
@@ -111,19 +112,20 @@ def _(query, key, residual, gain, step_size, log_decay, entry_state, document_st
 def chunk_scan_backward(
     grad_out: Tensor, grad_final: Tensor | None,
     query: Tensor, key: Tensor, residual: Tensor, gain: Tensor | None, step_size: Tensor, document_start: Tensor | None,
-    total: Tensor, entry: Tensor, exit: Tensor, carry: Tensor, inverse: Tensor, w: Tensor, value: Tensor, state: Tensor,
+    total: Tensor, entry: Tensor, exit: Tensor, carry: Tensor,
+    inverse: Tensor, w: Tensor, forget: Tensor, value: Tensor, write: Tensor, state: Tensor,
     gelu: bool, chunk_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key, residual, gain, step size, log decay and entry state; the last three in fp32."""
-    decays = Decays(total, entry, exit, carry)
-    saved = Saved(query, key, residual, gain, step_size, document_start, decays, inverse, w, value, state)
+    decays, solved = Decays(total, entry, exit, carry), Solved(inverse, w, forget, value, write, state)
+    saved = Saved(query, key, residual, gain, step_size, document_start, decays, solved)
     return tuple(run_backward(saved, grad_out, grad_final, gelu=gelu, chunk_tokens=chunk_tokens))
 
 
 @chunk_scan_backward.register_fake
 def _(
     grad_out, grad_final, query, key, residual, gain, step_size, document_start,
-    total, entry, exit, carry, inverse, w, value, state, gelu, chunk_tokens,
+    total, entry, exit, carry, inverse, w, forget, value, write, state, gelu, chunk_tokens,
 ):  # fmt: skip
     grads = [torch.empty_like(x) for x in (query, key, residual, residual if gain is None else gain)]
     vectors = [torch.empty_like(x, dtype=torch.float32) for x in (step_size, query[..., 0])]

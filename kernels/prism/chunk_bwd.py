@@ -1,18 +1,19 @@
 """Backward kernels of the chunk form: the adjoint of its lines, which no gradient of the triangular inverse enters.
 
-    local, every chunk at once:           P^T dO with P = Gam.(q k^T)
+    query gradients, every chunk at once: P^T dO with P = Gam.(q k^T), P' = (dO V'^T).Gam, P'_l of E_l alike, gamma q,
+        dq   = gamma dO S^T + P' k + sum P'_l K_l
     state gradient, last chunk first:     dV' = P^T dO + (e k) dS_next,  dS = gamma_C dS_next + (gamma q)^T dO - w^T dV'
     write gradients, every chunk at once: lambda = T^T dV', dE_1 = lambda,
                                           dE_l = [Gam.(q K_l^T)]^T dO - B_l^T lambda + (e K_l) dS_next,
                                           then the solver's loop backwards
-    key gradients, every chunk at once:   with X = -tril(lambda V'^T, -1).Gs, P' = (dO V'^T).Gam, X_l, P'_l of E_l alike
+    key gradients, every chunk at once:   with X = -tril(lambda V'^T, -1).Gs, X_l of E_l alike,
         y    = X k + sum X_l K_l - gamma lambda S^T                  (gradient of what reads the state, b k)
         dk   = b y + X^T (b k) + P'^T q + e V' dS_next^T             db = rowsum(k.y)
-        dK_l = X_l^T (b k) + P'_l^T q + e E_l dS_next^T              dq = gamma dO S^T + P' k + sum P'_l K_l
+        dK_l = X_l^T (b k) + P'_l^T q + e E_l dS_next^T
 
-The log decay's gradient is made of row sums of these products. Products with the transposes of X and P' are computed
-anew as transposed tiles; the diagonal of P' is kept out of the sums, for no decay touches it and its rounding would
-drown strongly decayed pairs.
+The log decay's gradient is made of row sums of these products. The transpose of X is computed anew, since compilers in
+use get a product with a transposed accumulator wrong; the diagonal of P' is kept out of the sums, for no decay touches
+it and its rounding would drown strongly decayed pairs.
 
 Dims as in chunk_fwd.py; gradients of the state are kept transposed like it.
 """
@@ -24,7 +25,7 @@ import triton
 import triton.language as tl
 
 from kernels import allocate
-from kernels.prism.chunk_fwd import PRECISION, Decays, Sizes
+from kernels.prism.chunk_fwd import PRECISION, Decays, Sizes, Solved
 from kernels.prism.launch import choose, round_up
 from kernels.prism.tiles import (
     activate,
@@ -40,33 +41,66 @@ from kernels.prism.tiles import (
 
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
-def local_kernel(
-    p_query, p_key, p_start, p_total, p_grad_out, p_grad_value,
+def query_grad_kernel(
+    p_query, p_key, p_start, p_total, p_entry, p_value, p_write, p_state, p_grad_out,
+    p_grad_value, p_read_query, p_grad_query, p_pair, p_diagonal, p_attend, p_inside,
     T, N, H, scale,
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    i_v, i_n, i_b, i_h = locate_chunk(N, H, (V + BV - 1) // BV)
+    NV: tl.constexpr = (V + BV - 1) // BV
+    _, i_n, i_b, i_h = locate_chunk(N, H, 1)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
-    o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_t, m_k, m_v = o_c < T - i_n * C, o_k < K, o_v < V
+    o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
+    m_t, m_c, m_k = o_c < T - i_n * C, o_c >= 0, o_k < K
+    m_diagonal = o_c[:, None] == o_c[None, :]
     dtype = p_key.dtype.element_ty
+    p_key, p_grad_out = p_key + (i_token * M * H + i_h) * K, p_grad_out + (i_token * H + i_h) * V
 
     b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
-    b_key = load_tile(p_key + (i_token * M * H + i_h) * K, o_c, m_t, M * H * K, o_k, m_k)
-    b_grad_out = load_tile(p_grad_out + (i_token * H + i_h) * V, o_c, m_t, H * V, o_v, m_v)
-    b_total = tl.load(p_total + i_chunk * C + o_c)
+    b_total, b_entry = tl.load(p_total + i_chunk * C + o_c), tl.load(p_entry + i_chunk * C + o_c) * scale
     b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
-    b_score = tl.dot(b_key, tl.trans(b_query), input_precision=PRECISION) * scale
-    b_score *= decay_between_transposed(b_total, b_segment, o_c, False)
-    b_local = tl.dot(b_score.to(dtype), b_grad_out, input_precision=PRECISION)
-    store_transposed(p_grad_value + i_chunk * V * C, b_local, o_c, C, o_v, m_v)
+    b_read_query = b_query.to(tl.float32) * b_entry[:, None]
+    store_tile(p_read_query + i_chunk * C * K, b_read_query, o_c, m_c, K, o_k, m_k)
+    b_grad_query, b_inside = tl.zeros((C, BK), tl.float32), tl.zeros((C,), tl.float32)
+    for i_l in tl.static_range(M):
+        b_key = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
+        b_attend = tl.dot(b_key, tl.trans(b_query), input_precision=PRECISION) * scale
+        b_attend = (b_attend * decay_between_transposed(b_total, b_segment, o_c, False)).to(dtype)
+        if i_l > 0:
+            p_attend_l = p_attend + (i_chunk * (M - 1) + (i_l - 1)) * C * C
+            store_tile(p_attend_l, b_attend, o_c, m_c, C, o_c, m_c)
+        p_written = p_value + i_chunk * V * C if i_l == 0 else p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
+        b_pair, b_seen = tl.zeros((C, C), tl.float32), tl.zeros((C, BK), tl.float32)
+        for i_v in tl.static_range(NV):
+            o_v = i_v * BV + tl.arange(0, BV)
+            m_v = o_v < V
+            b_grad_out = load_tile(p_grad_out, o_c, m_t, H * V, o_v, m_v)
+            b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
+            b_pair = tl.dot(b_grad_out, b_written, b_pair, input_precision=PRECISION)
+            if i_l == 0:
+                b_local = tl.dot(b_attend, b_grad_out, input_precision=PRECISION)
+                store_transposed(p_grad_value + i_chunk * V * C, b_local, o_c, C, o_v, m_v)
+                b_state = load_tile(p_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
+                b_seen = tl.dot(b_grad_out, b_state, b_seen, input_precision=PRECISION)
+        if i_l == 0:
+            b_seen *= b_entry[:, None]
+        b_pair *= scale
+        b_diagonal = tl.sum(tl.where(m_diagonal, b_pair, 0.0), 1)
+        b_low = (b_pair * decay_between(b_total, b_segment, o_c, True)).to(dtype)
+        b_seen = tl.dot(b_low, b_key, b_seen, input_precision=PRECISION)
+        b_inside += tl.sum(b_seen * b_query.to(tl.float32), 1)
+        b_grad_query += b_seen + b_diagonal[:, None] * b_key.to(tl.float32)
+        store_tile(p_pair + (i_chunk * M + i_l) * C * C, b_low, o_c, m_c, C, o_c, m_c)
+        tl.store(p_diagonal + (i_chunk * M + i_l) * C + o_c, b_diagonal)
+    store_tile(p_grad_query + (i_token * H + i_h) * K, b_grad_query, o_c, m_t, H * K, o_k, m_k)
+    tl.store(p_inside + i_chunk * C + o_c, b_inside)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def state_grad_kernel(
-    p_query, p_key, p_entry, p_exit, p_carry, p_w, p_grad_out, p_grad_value, p_grad_final, p_grad_state, p_grad_entry,
-    T, N, H, scale,
+    p_read_query, p_key, p_exit, p_carry, p_w, p_grad_out, p_grad_value, p_grad_final, p_grad_state, p_grad_entry,
+    T, N, H,
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -78,14 +112,10 @@ def state_grad_kernel(
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
     m_c, m_k, m_v = o_c >= 0, o_k < K, o_v < V
     dtype = p_key.dtype.element_ty
-    p_query, p_key = p_query + (i_token * H + i_h) * K, p_key + (i_token * M * H + i_h) * K
-    p_grad_out += (i_token * H + i_h) * V
-    p_entry, p_exit, p_carry = p_entry + i_chunk * C, p_exit + i_chunk * C, p_carry + i_chunk
-    p_w, p_grad_value, p_grad_state = (
-        p_w + i_chunk * C * K,
-        p_grad_value + i_chunk * V * C,
-        p_grad_state + i_chunk * V * K,
-    )
+    p_key, p_grad_out = p_key + (i_token * M * H + i_h) * K, p_grad_out + (i_token * H + i_h) * V
+    p_exit, p_carry = p_exit + i_chunk * C, p_carry + i_chunk
+    p_w, p_read_query = p_w + i_chunk * C * K, p_read_query + i_chunk * C * K
+    p_grad_value, p_grad_state = p_grad_value + i_chunk * V * C, p_grad_state + i_chunk * V * K
 
     b_grad = tl.zeros((BV, BK), tl.float32)
     if HAS_FINAL:
@@ -95,32 +125,31 @@ def state_grad_kernel(
         b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
         b_local = load_tile(p_grad_value, o_v, m_v, C, o_c, m_c)
         b_w = load_tile(p_w, o_c, m_c, K, o_k, m_k)
-        b_query = load_tile(p_query, o_c, m_t, H * K, o_k, m_k)
+        b_query = load_tile(p_read_query, o_c, m_c, K, o_k, m_k)
         b_grad_out = load_tile(p_grad_out, o_c, m_t, H * V, o_v, m_v)
-        b_entry, b_exit, b_carry = tl.load(p_entry + o_c), tl.load(p_exit + o_c), tl.load(p_carry)
+        b_exit, b_carry = tl.load(p_exit + o_c), tl.load(p_carry)
         b_low = b_grad.to(dtype)
         store_tile(p_grad_state, b_low, o_v, m_v, K, o_k, m_k)
         b_value = tl.dot(b_low, tl.trans(b_key), input_precision=PRECISION)
         b_value = (b_value * b_exit[None, :] + b_local.to(tl.float32)).to(dtype)
         store_tile(p_grad_value, b_value, o_v, m_v, C, o_c, m_c)
-        b_read = (tl.trans(b_grad_out).to(tl.float32) * (b_entry * scale)[None, :]).to(dtype)
-        b_grad = tl.dot(b_read, b_query, b_grad * b_carry, input_precision=PRECISION)
-        b_grad = tl.dot(-b_value, b_w, b_grad, input_precision=PRECISION)
-        p_query, p_key, p_grad_out = p_query - C * H * K, p_key - C * M * H * K, p_grad_out - C * H * V
-        p_entry, p_exit, p_carry = p_entry - C, p_exit - C, p_carry - 1
-        p_w, p_grad_value, p_grad_state = p_w - C * K, p_grad_value - V * C, p_grad_state - V * K
+        b_grad = tl.dot(tl.trans(b_grad_out), b_query, b_grad * b_carry, input_precision=PRECISION)
+        b_grad = tl.dot(b_value, b_w, b_grad, input_precision=PRECISION)
+        p_key, p_grad_out = p_key - C * M * H * K, p_grad_out - C * H * V
+        p_exit, p_carry = p_exit - C, p_carry - 1
+        p_w, p_read_query = p_w - C * K, p_read_query - C * K
+        p_grad_value, p_grad_state = p_grad_value - V * C, p_grad_state - V * K
     store_tile(p_grad_entry + i_head * V * K, b_grad, o_v, m_v, K, o_k, m_k)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H", "num_tokens"])
 def write_grad_kernel(
-    p_query, p_key, p_residual, p_gain, p_step, p_start, p_total, p_exit, p_inverse,
-    p_grad_out, p_grad_value, p_grad_state,
-    p_lambda, p_write, p_grad_residual, p_grad_gain, p_grad_step,
-    T, N, H, num_tokens, scale,
+    p_key, p_residual, p_gain, p_step, p_exit, p_inverse, p_forget, p_attend, p_grad_out, p_grad_value, p_grad_state,
+    p_lambda, p_grad_residual, p_grad_gain, p_grad_step,
+    T, N, H, num_tokens,
     L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    GELU: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    GELU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_v, i_n, i_b, i_h = locate_chunk(N, H, (V + BV - 1) // BV)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
@@ -128,8 +157,7 @@ def write_grad_kernel(
     m_t, m_c, m_k, m_v = o_c < T - i_n * C, o_c >= 0, o_k < K, o_v < V
     dtype = p_key.dtype.element_ty
     p_residual, p_grad_residual = p_residual + (i_token * H + i_h) * V, p_grad_residual + (i_token * H + i_h) * V
-    p_key, p_step = p_key + (i_token * M * H + i_h) * K, p_step + i_token * M * H + i_h
-    p_grad_step += (i_v * num_tokens + i_token) * M * H + i_h
+    p_step, p_grad_step = p_step + i_token * M * H + i_h, p_grad_step + (i_v * num_tokens + i_token) * M * H + i_h
     if L > 0:
         p_gain, p_grad_gain = p_gain + (i_token * L * H + i_h) * V, p_grad_gain + (i_token * L * H + i_h) * V
 
@@ -137,15 +165,23 @@ def write_grad_kernel(
     b_value = load_tile(p_grad_value + i_chunk * V * C, o_v, m_v, C, o_c, m_c)
     b_lambda = tl.dot(tl.trans(b_inverse), tl.trans(b_value), input_precision=PRECISION).to(dtype)
     store_tile(p_lambda + i_chunk * C * V, b_lambda, o_c, m_c, V, o_v, m_v)
-    b_residual = load_tile(p_residual, o_c, m_t, H * V, o_v, m_v).to(tl.float32)
-    b_step = tl.load(p_step + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
-    if M > 1:
-        b_total, b_exit = tl.load(p_total + i_chunk * C + o_c), tl.load(p_exit + i_chunk * C + o_c)
-        b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
-
     b_carried = tl.zeros((C, BV), tl.float32)
     for i_l in tl.static_range(M - 1, -1, -1):
-        b_left = b_residual
+        if i_l == 0:
+            b_grad = b_lambda.to(tl.float32)
+        else:
+            i_pair = i_chunk * (M - 1) + (i_l - 1)
+            p_key_l = p_key + ((i_token * M + i_l) * H + i_h) * K
+            b_key = load_tile(p_key_l, o_c, m_t, M * H * K, o_k, m_k)
+            b_grad_state = load_tile(p_grad_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
+            b_grad = tl.dot(b_key, tl.trans(b_grad_state), input_precision=PRECISION)
+            b_grad *= tl.load(p_exit + i_chunk * C + o_c)[:, None]
+            b_attend = load_tile(p_attend + i_pair * C * C, o_c, m_c, C, o_c, m_c)
+            b_grad_out = load_tile(p_grad_out + (i_token * H + i_h) * V, o_c, m_t, H * V, o_v, m_v)
+            b_grad = tl.dot(b_attend, b_grad_out, b_grad, input_precision=PRECISION)
+            b_forget = load_tile(p_forget + i_pair * C * C, o_c, m_c, C, o_c, m_c)
+            b_grad = tl.dot(tl.trans(b_forget), b_lambda, b_grad, input_precision=PRECISION)
+        b_left = load_tile(p_residual, o_c, m_t, H * V, o_v, m_v).to(tl.float32)
         if L > 0:
             for i_m in tl.static_range(i_l):
                 b_gain = load_tile(p_gain + i_m * H * V, o_c, m_t, L * H * V, o_v, m_v).to(tl.float32)
@@ -154,27 +190,8 @@ def write_grad_kernel(
             b_write = activate(b_gain * b_left, GELU)
         else:
             b_write = b_left
-        if i_l == 0:
-            b_step_l, b_grad = b_step, b_lambda.to(tl.float32)
-        else:
-            b_step_l = tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
-            store_transposed(
-                p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C, b_write * b_step_l[:, None], o_c, C, o_v, m_v
-            )
-            b_key_l = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
-            b_grad_state = load_tile(p_grad_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
-            b_grad = tl.dot(b_key_l, tl.trans(b_grad_state), input_precision=PRECISION) * b_exit[:, None]
-            b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
-            b_score = tl.dot(b_key_l, tl.trans(b_query), input_precision=PRECISION) * scale
-            b_score *= decay_between_transposed(b_total, b_segment, o_c, False)
-            b_grad_out = load_tile(p_grad_out + (i_token * H + i_h) * V, o_c, m_t, H * V, o_v, m_v)
-            b_grad = tl.dot(b_score.to(dtype), b_grad_out, b_grad, input_precision=PRECISION)
-            b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
-            b_score = tl.dot(b_key_l, tl.trans(b_key), input_precision=PRECISION) * -b_step[None, :]
-            b_score *= decay_between_transposed(b_total, b_segment, o_c, True)
-            b_grad = tl.dot(b_score.to(dtype), b_lambda, b_grad, input_precision=PRECISION)
         tl.store(p_grad_step + i_l * H + o_c * M * H, tl.sum(b_grad * b_write, 1), mask=m_t)
-        b_grad *= b_step_l[:, None]
+        b_grad *= tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)[:, None]
         if L > 0:
             b_slope = activate_slope(b_gain * b_left, GELU) * (b_grad - b_carried)
             store_tile(p_grad_gain + i_l * H * V, b_slope * b_left, o_c, m_t, L * H * V, o_v, m_v)
@@ -187,89 +204,65 @@ def write_grad_kernel(
 @triton.jit(do_not_specialize=["T", "N", "H", "num_tokens"])
 def key_grad_kernel(
     p_query, p_key, p_step, p_start, p_total, p_entry, p_exit, p_carry,
-    p_value, p_write, p_state, p_grad_out, p_lambda, p_grad_state,
-    p_grad_query, p_grad_key, p_grad_erase, p_grad_decay,
-    T, N, H, num_tokens, scale,
+    p_value, p_write, p_state, p_lambda, p_grad_state, p_pair, p_diagonal, p_inside,
+    p_grad_key, p_grad_erase, p_grad_decay,
+    T, N, H, num_tokens,
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     NV: tl.constexpr = (V + BV - 1) // BV
     i_k, i_n, i_b, i_h = locate_chunk(N, H, (K + BK - 1) // BK)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
-    o_c, o_k, o_v = tl.arange(0, C), i_k * BK + tl.arange(0, BK), tl.arange(0, BV)
+    o_c, o_k = tl.arange(0, C), i_k * BK + tl.arange(0, BK)
     m_t, m_c, m_k = o_c < T - i_n * C, o_c >= 0, o_k < K
-    m_diagonal = o_c[:, None] == o_c[None, :]
     dtype = p_key.dtype.element_ty
     p_key, p_grad_key = p_key + (i_token * M * H + i_h) * K, p_grad_key + (i_token * M * H + i_h) * K
     p_state, p_grad_state = p_state + i_chunk * V * K, p_grad_state + i_chunk * V * K
-    p_grad_out, p_lambda = p_grad_out + (i_token * H + i_h) * V, p_lambda + i_chunk * C * V
+    p_lambda += i_chunk * C * V
 
     b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
     b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
     b_step = tl.load(p_step + i_token * M * H + i_h + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
     b_total = tl.load(p_total + i_chunk * C + o_c)
-    b_entry, b_exit = tl.load(p_entry + i_chunk * C + o_c), tl.load(p_exit + i_chunk * C + o_c)
     b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
-
-    b_grad_query, b_read = tl.zeros((C, BK), tl.float32), tl.zeros((C, BK), tl.float32)
-    b_inside, b_leaving, b_through = tl.zeros((C,), tl.float32), tl.zeros((C,), tl.float32), 0.0
+    b_read, b_through = tl.zeros((C, BK), tl.float32), 0.0
+    b_inside, b_leaving = tl.load(p_inside + i_chunk * C + o_c), tl.zeros((C,), tl.float32)
+    b_inside = tl.where(i_k == 0, b_inside, 0.0)
     for i_l in tl.static_range(M - 1, -1, -1):
         p_written = p_value + i_chunk * V * C if i_l == 0 else p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
-        b_pair, b_erased = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-        b_seen_query = tl.zeros((C, BK), tl.float32)
-        for i_v in tl.range(0, NV, num_stages=STAGES):
-            o_r = i_v * BV + o_v
-            m_v = o_r < V
-            b_written = load_tile(p_written, o_r, m_v, C, o_c, m_c)
-            b_grad_out = load_tile(p_grad_out, o_c, m_t, H * V, o_r, m_v)
-            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_r, m_v)
-            b_pair = tl.dot(b_grad_out, b_written, b_pair, input_precision=PRECISION)
+        b_grad, b_erased_t = tl.zeros((C, BK), tl.float32), tl.zeros((C, C), tl.float32)
+        b_erased, b_seen = tl.zeros((C, C), tl.float32), tl.zeros((C, BK), tl.float32)
+        for i_v in tl.static_range(NV):
+            o_v = i_v * BV + tl.arange(0, BV)
+            m_v = o_v < V
+            b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
+            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_v, m_v)
+            b_grad_state = load_tile(p_grad_state, o_v, m_v, K, o_k, m_k)
+            b_grad = tl.dot(tl.trans(b_written), b_grad_state, b_grad, input_precision=PRECISION)
+            b_erased_t = tl.dot(tl.trans(b_written), tl.trans(b_lambda), b_erased_t, input_precision=PRECISION)
             b_erased = tl.dot(b_lambda, b_written, b_erased, input_precision=PRECISION)
             if i_l == 0:
-                b_state = load_tile(p_state, o_r, m_v, K, o_k, m_k)
-                b_scaled = (b_grad_out.to(tl.float32) * (b_entry * scale)[:, None]).to(dtype)
-                b_seen_query = tl.dot(b_scaled, b_state, b_seen_query, input_precision=PRECISION)
-                b_scaled = (b_lambda.to(tl.float32) * -b_entry[:, None]).to(dtype)
-                b_read = tl.dot(b_scaled, b_state, b_read, input_precision=PRECISION)
-        b_key_l = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
-        b_diagonal = tl.sum(tl.where(m_diagonal, b_pair, 0.0), 1) * scale
-        b_pair = (b_pair * decay_between(b_total, b_segment, o_c, True) * scale).to(dtype)
-        b_seen_query = tl.dot(b_pair, b_key_l, b_seen_query, input_precision=PRECISION)
-        b_inside += tl.sum(b_seen_query * b_query.to(tl.float32), 1)
-        b_grad_query += b_seen_query + b_diagonal[:, None] * b_key_l.to(tl.float32)
+                b_state = load_tile(p_state, o_v, m_v, K, o_k, m_k)
+                b_through += tl.sum(b_state.to(tl.float32) * b_grad_state.to(tl.float32))
+                b_seen = tl.dot(b_lambda, b_state, b_seen, input_precision=PRECISION)
+        b_key_l = b_key if i_l == 0 else load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
+        b_grad *= tl.load(p_exit + i_chunk * C + o_c)[:, None]
+        b_leaving += tl.sum(b_grad * b_key_l.to(tl.float32), 1)
+        b_erased_t *= decay_between_transposed(b_total, b_segment, o_c, True) * -b_step[None, :]
+        b_pairs = tl.dot(b_erased_t.to(dtype), b_key, input_precision=PRECISION)
+        b_pair = load_tile(p_pair + (i_chunk * M + i_l) * C * C, o_c, m_c, C, o_c, m_c)
+        b_pairs = tl.dot(tl.trans(b_pair), b_query, b_pairs, input_precision=PRECISION)
+        b_inside -= tl.sum(b_pairs * b_key_l.to(tl.float32), 1)
+        b_diagonal = tl.load(p_diagonal + (i_chunk * M + i_l) * C + o_c)
+        b_grad += b_pairs + b_diagonal[:, None] * b_query.to(tl.float32)
         b_erased = (b_erased * -decay_between(b_total, b_segment, o_c, True)).to(dtype)
         b_read = tl.dot(b_erased, b_key_l, b_read, input_precision=PRECISION)
-
-        b_pair, b_erased = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-        b_out_key = tl.zeros((C, BK), tl.float32)
-        for i_v in tl.range(0, NV, num_stages=STAGES):
-            o_r = i_v * BV + o_v
-            m_v = o_r < V
-            b_written = load_tile(p_written, o_r, m_v, C, o_c, m_c)
-            b_grad_out = load_tile(p_grad_out, o_c, m_t, H * V, o_r, m_v)
-            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_r, m_v)
-            b_grad_state = load_tile(p_grad_state, o_r, m_v, K, o_k, m_k)
-            b_pair = tl.dot(tl.trans(b_written), tl.trans(b_grad_out), b_pair, input_precision=PRECISION)
-            b_erased = tl.dot(tl.trans(b_written), tl.trans(b_lambda), b_erased, input_precision=PRECISION)
-            b_out_key = tl.dot(tl.trans(b_written), b_grad_state, b_out_key, input_precision=PRECISION)
-            if i_l == 0:
-                b_state = load_tile(p_state, o_r, m_v, K, o_k, m_k)
-                b_through += tl.sum(b_state.to(tl.float32) * b_grad_state.to(tl.float32))
-        b_pair = (b_pair * decay_between_transposed(b_total, b_segment, o_c, True) * scale).to(dtype)
-        b_grad_key = tl.dot(b_pair, b_query, input_precision=PRECISION)
-        b_erased *= decay_between_transposed(b_total, b_segment, o_c, True) * -b_step[None, :]
-        b_grad_key = tl.dot(b_erased.to(dtype), b_key, b_grad_key, input_precision=PRECISION)
-        b_wide_key = b_key_l.to(tl.float32)
-        b_out_key *= b_exit[:, None]
-        b_inside -= tl.sum(b_grad_key * b_wide_key, 1)
-        b_leaving += tl.sum(b_out_key * b_wide_key, 1)
-        b_grad_key += b_out_key + b_diagonal[:, None] * b_query.to(tl.float32)
         if i_l == 0:
-            b_erase = tl.sum(b_read * b_wide_key, 1)
+            b_read -= b_seen * tl.load(p_entry + i_chunk * C + o_c)[:, None]
+            b_erase = tl.sum(b_read * b_key.to(tl.float32), 1)
             b_inside += b_erase * b_step
-            b_grad_key += b_read * b_step[:, None]
-        store_tile(p_grad_key + i_l * H * K, b_grad_key, o_c, m_t, M * H * K, o_k, m_k)
-    store_tile(p_grad_query + (i_token * H + i_h) * K, b_grad_query, o_c, m_t, H * K, o_k, m_k)
+            b_grad += b_read * b_step[:, None]
+        store_tile(p_grad_key + i_l * H * K, b_grad, o_c, m_t, M * H * K, o_k, m_k)
     i_vector = (i_k * num_tokens + i_token) * H + i_h
     tl.store(p_grad_erase + i_vector + o_c * H, b_erase, mask=m_t)
     b_before = tl.sum(tl.where(o_c[:, None] > o_c[None, :], b_leaving[None, :], 0.0), 1)
@@ -300,10 +293,20 @@ class Saved(NamedTuple):
     step_size: torch.Tensor
     document_start: torch.Tensor | None
     decays: Decays
-    inverse: torch.Tensor
-    w: torch.Tensor
-    value: torch.Tensor
-    state: torch.Tensor
+    solved: Solved
+
+
+class QueryGrads(NamedTuple):
+    """Of the queries, and what the later kernels read: the local gradient of V', queries as they read the state,
+    strict P'_l, their diagonals, transposed scores of the pairs from the second on, row sums for the log decay."""
+
+    grad_value_PVC: torch.Tensor
+    read_query_PCK: torch.Tensor
+    query_BTHK: torch.Tensor
+    pair_PMCC: torch.Tensor
+    diagonal_PMC: torch.Tensor
+    attend_PMCC: torch.Tensor
+    inside_PC: torch.Tensor
 
 
 def run_backward(
@@ -312,13 +315,13 @@ def run_backward(
     """Gradients of the forward's arguments from those of its output and, if any, of its final state."""
     (B, T, H, K), M, V = saved.query.shape, saved.key.shape[2], saved.residual.shape[3]
     sizes = Sizes(B, T, H, K, V, M, chunk_tokens)
-    grad_value = _run_local(sizes, saved, grad_out)
-    grad_state, grad_entry = _run_state_grad(sizes, saved, grad_out, grad_value, grad_final)
-    grad_lambda, write, residual, gain, steps = _run_write_grad(sizes, saved, grad_out, grad_value, grad_state, gelu)
-    query, key, erase, decay = _run_key_grad(sizes, saved, grad_out, grad_lambda, write, grad_state)
+    queries = _run_query_grad(sizes, saved, grad_out)
+    grad_state, grad_entry = _run_state_grad(sizes, saved, grad_out, queries, grad_final)
+    grad_lambda, residual, gain, steps = _run_write_grad(sizes, saved, grad_out, queries, grad_state, gelu)
+    key, erase, decay = _run_key_grad(sizes, saved, grad_lambda, queries, grad_state)
     step_size = steps.sum(0)
     step_size[:, :, 0] += erase.sum(0)
-    return Gradients(query, key, residual, gain, step_size, decay.sum(0), grad_entry)
+    return Gradients(queries.query_BTHK, key, residual, gain, step_size, decay.sum(0), grad_entry)
 
 
 def _documents(saved: Saved) -> torch.Tensor:
@@ -326,61 +329,70 @@ def _documents(saved: Saved) -> torch.Tensor:
     return saved.key if saved.document_start is None else saved.document_start
 
 
-def _run_local(sizes: Sizes, saved: Saved, grad_out: torch.Tensor) -> torch.Tensor:
-    grad_value = allocate.allocate(sizes.chunks, sizes.V, sizes.C, like=saved.key)
-    launch = choose("local", sizes.shape(saved.key))
-    local_kernel[(sizes.blocks(launch) * sizes.chunks,)](
-        saved.query, saved.key, _documents(saved), saved.decays.total_PC, grad_out, grad_value,
+def _run_query_grad(sizes: Sizes, saved: Saved, grad_out: torch.Tensor) -> QueryGrads:
+    P, M, C, key, solved = sizes.chunks, sizes.M, sizes.C, saved.key, saved.solved
+    grads = QueryGrads(
+        allocate.allocate(P, sizes.V, C, like=key),
+        allocate.allocate(P, C, sizes.K, like=key),
+        allocate.allocate(*saved.query.shape, like=key),
+        allocate.allocate(P, M, C, C, like=key),
+        allocate.allocate(P, M, C, like=key, dtype=torch.float32),
+        allocate.allocate(P, M - 1, C, C, like=key),
+        allocate.allocate(P, C, like=key, dtype=torch.float32),
+    )
+    launch = choose("query_grad", sizes.shape(key))
+    query_grad_kernel[(P,)](
+        saved.query, key, _documents(saved), saved.decays.total_PC, saved.decays.entry_PC,
+        solved.value_PVC, solved.write_PMVC, solved.state_PVK, grad_out, *grads,
         sizes.T, sizes.N, sizes.H, sizes.K**-0.5, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v,
         HAS_DOCUMENTS=saved.document_start is not None, PRECISION=PRECISION, num_warps=launch.num_warps,
     )  # fmt: skip
-    return grad_value
+    return grads
 
 
-def _run_state_grad(sizes, saved, grad_out, grad_value, grad_final):
-    """Gradients of the states after the chunks and of the entry state; grad_value becomes that of V' in place."""
+def _run_state_grad(sizes, saved, grad_out, queries, grad_final):
+    """Gradients of the states after the chunks and of the entry state; the local gradient of V' becomes whole."""
     decays, key = saved.decays, saved.key
     grad_state = allocate.allocate(sizes.chunks, sizes.V, sizes.K, like=key)
     grad_entry = allocate.allocate(sizes.B, sizes.H, sizes.V, sizes.K, like=key, dtype=torch.float32)
     launch = choose("state_grad", sizes.shape(key))
     state_grad_kernel[(sizes.blocks(launch) * sizes.B * sizes.H,)](
-        saved.query, key, decays.entry_PC, decays.exit_PC, decays.carry_P, saved.w, grad_out, grad_value,
-        grad_entry if grad_final is None else grad_final, grad_state, grad_entry,
-        sizes.T, sizes.N, sizes.H, sizes.K**-0.5, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v,
+        queries.read_query_PCK, key, decays.exit_PC, decays.carry_P, saved.solved.w_PCK, grad_out,
+        queries.grad_value_PVC, grad_entry if grad_final is None else grad_final, grad_state, grad_entry,
+        sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v,
         HAS_FINAL=grad_final is not None, PRECISION=PRECISION, STAGES=launch.num_stages, num_warps=launch.num_warps,
     )  # fmt: skip
     return grad_state, grad_entry
 
 
-def _run_write_grad(sizes, saved, grad_out, grad_value, grad_state, gelu):
-    """lambda, E_l for l >= 2, the gradients of residual and gains, and those of step sizes by block of values."""
-    key, gain = saved.key, saved.residual if saved.gain is None else saved.gain
+def _run_write_grad(sizes, saved, grad_out, queries, grad_state, gelu):
+    """lambda, the gradients of residual and gains, and those of step sizes by block of values."""
+    key, gain, solved = saved.key, saved.residual if saved.gain is None else saved.gain, saved.solved
     launch = choose("write_grad", sizes.shape(key))
     grad_lambda = allocate.allocate(sizes.chunks, sizes.C, sizes.V, like=key)
-    write = allocate.allocate(sizes.chunks, sizes.M - 1, sizes.V, sizes.C, like=key)
     grads = [allocate.allocate(*tensor.shape, like=tensor) for tensor in (saved.residual, gain)]
     steps = allocate.allocate(sizes.blocks(launch), *saved.step_size.shape, like=key, dtype=torch.float32)
     write_grad_kernel[(sizes.blocks(launch) * sizes.chunks,)](
-        saved.query, key, saved.residual, gain, saved.step_size, _documents(saved), saved.decays.total_PC,
-        saved.decays.exit_PC, saved.inverse, grad_out, grad_value, grad_state, grad_lambda, write, *grads, steps,
-        sizes.T, sizes.N, sizes.H, sizes.B * sizes.T, sizes.K**-0.5, L=0 if saved.gain is None else sizes.M,
+        key, saved.residual, gain, saved.step_size, saved.decays.exit_PC, solved.inverse_PCC, solved.forget_PMCC,
+        queries.attend_PMCC, grad_out, queries.grad_value_PVC, grad_state, grad_lambda, *grads, steps,
+        sizes.T, sizes.N, sizes.H, sizes.B * sizes.T, L=0 if saved.gain is None else sizes.M,
         **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v, GELU=gelu,
-        HAS_DOCUMENTS=saved.document_start is not None, PRECISION=PRECISION, num_warps=launch.num_warps,
+        PRECISION=PRECISION, num_warps=launch.num_warps,
     )  # fmt: skip
-    return grad_lambda, write, *grads, steps
+    return grad_lambda, *grads, steps
 
 
-def _run_key_grad(sizes, saved, grad_out, grad_lambda, write, grad_state):
-    """Gradients of queries and keys, and by block of key columns those of the forgetting step and the log decay."""
-    key, launch = saved.key, choose("key_grad", sizes.shape(saved.key))
+def _run_key_grad(sizes, saved, grad_lambda, queries, grad_state):
+    """Gradients of keys, and by block of key columns those of the forgetting step and the log decay."""
+    key, launch, solved = saved.key, choose("key_grad", sizes.shape(saved.key)), saved.solved
     num_blocks = -(-sizes.K // launch.block_k)
-    grads = [allocate.allocate(*tensor.shape, like=tensor) for tensor in (saved.query, key)]
+    grad_key = allocate.allocate(*key.shape, like=key)
     sums = [allocate.allocate(num_blocks, sizes.B, sizes.T, sizes.H, like=key, dtype=torch.float32) for _ in range(2)]
     key_grad_kernel[(num_blocks * sizes.chunks,)](
-        saved.query, key, saved.step_size, _documents(saved), *saved.decays, saved.value, write, saved.state,
-        grad_out, grad_lambda, grad_state, *grads, *sums,
-        sizes.T, sizes.N, sizes.H, sizes.B * sizes.T, sizes.K**-0.5, **sizes.widths(),
-        BK=launch.block_k, BV=launch.block_v, HAS_DOCUMENTS=saved.document_start is not None, PRECISION=PRECISION,
-        STAGES=launch.num_stages, num_warps=launch.num_warps,
+        saved.query, key, saved.step_size, _documents(saved), *saved.decays, solved.value_PVC, solved.write_PMVC,
+        solved.state_PVK, grad_lambda, grad_state, queries.pair_PMCC, queries.diagonal_PMC, queries.inside_PC,
+        grad_key, *sums,
+        sizes.T, sizes.N, sizes.H, sizes.B * sizes.T, **sizes.widths(), BK=launch.block_k, BV=launch.block_v,
+        HAS_DOCUMENTS=saved.document_start is not None, PRECISION=PRECISION, num_warps=launch.num_warps,
     )  # fmt: skip
-    return *grads, *sums
+    return grad_key, *sums

@@ -1,6 +1,6 @@
 """Forward kernels of the chunk form (kernels/README.md), V' written as u - w S with w = T (b gamma k):
 
-    solve, every chunk at once:     the decays, T, w
+    solve, every chunk at once:     the decays, T, -w, and -B_l = -b Gs.(k K_l^T) for l >= 2
     write, every chunk at once:     u = T (E_1 - sum_{l>=2} B_l E_l), and E_l for l >= 2
     state, one chunk after another: V' = u - w S,  S_next = gamma_C S + k^T (e V') + sum_{l>=2} K_l^T (e E_l)
     output, every chunk at once:    O = gamma q S + Gam.(q k^T) V' + sum_{l>=2} Gam.(q K_l^T) E_l
@@ -36,10 +36,10 @@ PRECISION = "tf32x3"
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def solve_kernel(
-    p_key, p_step, p_log_decay, p_start, p_total, p_entry, p_exit, p_carry, p_inverse, p_w,
+    p_key, p_step, p_log_decay, p_start, p_total, p_entry, p_exit, p_carry, p_inverse, p_w, p_forget,
     T, N, H,
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
 ):  # fmt: skip
     _, i_n, i_b, i_h = locate_chunk(N, H, 1)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
@@ -58,37 +58,35 @@ def solve_kernel(
     tl.store(p_exit + i_chunk * C + o_c, b_exit)
     tl.store(p_carry + i_chunk, tl.sum(tl.where(o_c == C - 1, b_entry, 0.0), 0))
 
-    b_key = load_tile(p_key + (i_token * M * H + i_h) * K, o_c, m_t, M * H * K, o_k, m_k)
+    p_key += (i_token * M * H + i_h) * K
+    b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
     b_step = tl.load(p_step + i_token * M * H + i_h + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
-    b_strict = tl.dot(b_key, tl.trans(b_key), input_precision=PRECISION) * b_step[:, None]
-    b_strict *= decay_between(b_total, b_segment, o_c, True)
-    b_inverse = invert_unit_lower(b_strict, C).to(dtype)
+    b_erase = decay_between(b_total, b_segment, o_c, True) * b_step[:, None]
+    for i_l in tl.static_range(1, M):
+        b_key_l = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
+        b_forget = tl.dot(b_key, tl.trans(b_key_l), input_precision=PRECISION) * -b_erase
+        store_tile(p_forget + (i_chunk * (M - 1) + (i_l - 1)) * C * C, b_forget, o_c, m_c, C, o_c, m_c)
+    b_strict = tl.dot(b_key, tl.trans(b_key), input_precision=PRECISION) * b_erase
+    b_inverse = invert_unit_lower(b_strict, C, SOLVE_PRECISION).to(dtype)
     store_tile(p_inverse + i_chunk * C * C, b_inverse, o_c, m_c, C, o_c, m_c)
-    b_read = (b_key.to(tl.float32) * (b_step * b_entry)[:, None]).to(dtype)
+    b_read = (b_key.to(tl.float32) * -(b_step * b_entry)[:, None]).to(dtype)
     b_w = tl.dot(b_inverse, b_read, input_precision=PRECISION)
     store_tile(p_w + i_chunk * C * K, b_w, o_c, m_c, K, o_k, m_k)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
 def write_kernel(
-    p_key, p_residual, p_gain, p_step, p_start, p_total, p_inverse, p_value, p_write,
+    p_residual, p_gain, p_step, p_inverse, p_forget, p_value, p_write,
     T, N, H,
-    L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    GELU: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    GELU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     i_v, i_n, i_b, i_h = locate_chunk(N, H, (V + BV - 1) // BV)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
-    o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
-    m_t, m_c, m_k, m_v = o_c < T - i_n * C, o_c >= 0, o_k < K, o_v < V
-    dtype = p_key.dtype.element_ty
-    p_key, p_step = p_key + (i_token * M * H + i_h) * K, p_step + i_token * M * H + i_h
-    b_step = tl.load(p_step + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
-    if M > 1:
-        b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
-        b_total = tl.load(p_total + i_chunk * C + o_c)
-        b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
-        b_erase = decay_between(b_total, b_segment, o_c, True) * -b_step[:, None]
+    o_c, o_v = tl.arange(0, C), i_v * BV + tl.arange(0, BV)
+    m_t, m_c, m_v = o_c < T - i_n * C, o_c >= 0, o_v < V
+    dtype = p_residual.dtype.element_ty
+    p_step += i_token * M * H + i_h
 
     b_residual = load_tile(p_residual + (i_token * H + i_h) * V, o_c, m_t, H * V, o_v, m_v).to(tl.float32)
     for i_l in tl.static_range(M):
@@ -98,15 +96,15 @@ def write_kernel(
             b_gain = load_tile(p_gain_l, o_c, m_t, L * H * V, o_v, m_v).to(tl.float32)
             b_write = activate(b_gain * b_residual, GELU)
             b_residual -= b_write
+        b_step = tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
+        b_write *= b_step[:, None]
         if i_l == 0:
-            b_source = b_write * b_step[:, None]
+            b_source = b_write
         else:
-            b_step_l = tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
-            b_pure = (b_write * b_step_l[:, None]).to(dtype)
-            p_write_l = p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
-            store_transposed(p_write_l, b_pure, o_c, C, o_v, m_v)
-            b_key_l = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
-            b_forget = (tl.dot(b_key, tl.trans(b_key_l), input_precision=PRECISION) * b_erase).to(dtype)
+            i_pair = i_chunk * (M - 1) + (i_l - 1)
+            b_pure = b_write.to(dtype)
+            store_transposed(p_write + i_pair * V * C, b_pure, o_c, C, o_v, m_v)
+            b_forget = load_tile(p_forget + i_pair * C * C, o_c, m_c, C, o_c, m_c)
             b_source = tl.dot(b_forget, b_pure, b_source, input_precision=PRECISION)
     b_inverse = load_tile(p_inverse + i_chunk * C * C, o_c, m_c, C, o_c, m_c)
     b_value = tl.dot(b_inverse, b_source.to(dtype), input_precision=PRECISION)
@@ -145,8 +143,8 @@ def state_kernel(
         b_carry = tl.load(p_carry)
         b_low = b_state.to(dtype)
         store_tile(p_state, b_low, o_v, m_v, K, o_k, m_k)
-        b_value = b_source.to(tl.float32) - tl.dot(b_low, tl.trans(b_w), input_precision=PRECISION)
-        b_value = b_value.to(dtype)
+        b_value = tl.dot(b_low, tl.trans(b_w), input_precision=PRECISION)
+        b_value = (b_value + b_source.to(tl.float32)).to(dtype)
         store_tile(p_value, b_value, o_v, m_v, C, o_c, m_c)
         b_kept = (b_value.to(tl.float32) * b_exit[None, :]).to(dtype)
         b_state = tl.dot(b_kept, b_key, b_state * b_carry, input_precision=PRECISION)
@@ -202,16 +200,24 @@ class Decays(NamedTuple):
     carry_P: torch.Tensor
 
 
+class Solved(NamedTuple):
+    """Of every chunk: T, -w, V' and the state at its start; of its pairs from the second on E_l and -B_l."""
+
+    inverse_PCC: torch.Tensor
+    w_PCK: torch.Tensor
+    forget_PMCC: torch.Tensor
+    value_PVC: torch.Tensor
+    write_PMVC: torch.Tensor
+    state_PVK: torch.Tensor
+
+
 class Forward(NamedTuple):
     """What the forward kernels leave; P = B H N chunks."""
 
     out_BTHV: torch.Tensor
     final_BHVK: torch.Tensor
     decays: Decays
-    inverse_PCC: torch.Tensor
-    w_PCK: torch.Tensor
-    value_PVC: torch.Tensor
-    state_PVK: torch.Tensor
+    solved: Solved
 
 
 class Sizes(NamedTuple):
@@ -264,38 +270,37 @@ def run_forward(
     """Contiguous tensors of `prism_scan` to its results and what the backward reads."""
     (B, T, H, K), M, V = query.shape, key.shape[2], residual.shape[3]
     sizes = Sizes(B, T, H, K, V, M, chunk_tokens)
-    decays, inverse, w = _solve(sizes, key, step_size, log_decay, document_start)
-    value, write = _compute_writes(sizes, key, residual, gain, step_size, document_start, decays, inverse, gelu)
+    decays, inverse, w, forget = _solve(sizes, key, step_size, log_decay, document_start)
+    value, write = _compute_writes(sizes, residual, gain, step_size, inverse, forget, gelu)
     state, final = _run_state(sizes, key, decays, w, value, write, entry_state)
     out = _read_out(sizes, query, key, decays, value, write, state, document_start)
-    return Forward(out, final, decays, inverse, w, value, state)
+    return Forward(out, final, decays, Solved(inverse, w, forget, value, write, state))
 
 
 def _solve(sizes, key, step_size, log_decay, document_start):
-    P, C = sizes.chunks, sizes.C
+    P, M, C = sizes.chunks, sizes.M, sizes.C
     wide = torch.float64 if key.dtype == torch.float32 else torch.float32
     vectors = [allocate.allocate(P, C, like=key, dtype=dtype) for dtype in (wide, torch.float32, torch.float32)]
     decays = Decays(*vectors, allocate.allocate(P, like=key, dtype=torch.float32))
-    inverse, w = allocate.allocate(P, C, C, like=key), allocate.allocate(P, C, sizes.K, like=key)
+    inverse, w, forget = (allocate.allocate(P, *rest, like=key) for rest in ((C, C), (C, sizes.K), (M - 1, C, C)))
     solve_kernel[(P,)](
-        key, step_size, log_decay, key if document_start is None else document_start, *decays, inverse, w,
+        key, step_size, log_decay, key if document_start is None else document_start, *decays, inverse, w, forget,
         sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=round_up(sizes.K),
         HAS_DOCUMENTS=document_start is not None, PRECISION=PRECISION,
+        SOLVE_PRECISION="tf32x3" if key.dtype == torch.float32 else "tf32",
         num_warps=choose("solve", sizes.shape(key)).num_warps,
     )  # fmt: skip
-    return decays, inverse, w
+    return decays, inverse, w, forget
 
 
-def _compute_writes(sizes, key, residual, gain, step_size, document_start, decays, inverse, gelu):
-    value = allocate.allocate(sizes.chunks, sizes.V, sizes.C, like=key)
-    write = allocate.allocate(sizes.chunks, sizes.M - 1, sizes.V, sizes.C, like=key)
-    launch = choose("write", sizes.shape(key))
+def _compute_writes(sizes, residual, gain, step_size, inverse, forget, gelu):
+    value = allocate.allocate(sizes.chunks, sizes.V, sizes.C, like=residual)
+    write = allocate.allocate(sizes.chunks, sizes.M - 1, sizes.V, sizes.C, like=residual)
+    launch = choose("write", sizes.shape(residual))
     write_kernel[(sizes.blocks(launch) * sizes.chunks,)](
-        key, residual, residual if gain is None else gain, step_size,
-        key if document_start is None else document_start, decays.total_PC, inverse, value, write,
-        sizes.T, sizes.N, sizes.H, L=0 if gain is None else sizes.M, **sizes.widths(), BK=round_up(sizes.K),
-        BV=launch.block_v, GELU=gelu, HAS_DOCUMENTS=document_start is not None, PRECISION=PRECISION,
-        num_warps=launch.num_warps,
+        residual, residual if gain is None else gain, step_size, inverse, forget, value, write,
+        sizes.T, sizes.N, sizes.H, L=0 if gain is None else sizes.M, **sizes.widths(), BV=launch.block_v, GELU=gelu,
+        PRECISION=PRECISION, num_warps=launch.num_warps,
     )  # fmt: skip
     return value, write
 

@@ -45,7 +45,12 @@ CANDIDATES: dict[str, list[Launch]] = {
         Launch(block_v=32, num_warps=2, num_stages=2),
     ],
     "output": [Launch(num_warps=4), Launch(num_warps=8), Launch(block_v=64, num_warps=4)],
-    "local": [Launch(num_warps=4), Launch(num_warps=8)],
+    "query_grad": [
+        Launch(num_warps=4),
+        Launch(num_warps=8),
+        Launch(block_v=64, num_warps=4),
+        Launch(block_v=64, num_warps=8),
+    ],
     "state_grad": [
         Launch(block_v=64, num_warps=4, num_stages=2),
         Launch(block_v=64, num_warps=4, num_stages=3),
@@ -59,12 +64,11 @@ CANDIDATES: dict[str, list[Launch]] = {
         Launch(block_v=32, num_warps=4),
     ],
     "key_grad": [
-        Launch(block_v=64, num_warps=8, num_stages=2),
-        Launch(block_v=128, num_warps=8, num_stages=1),
-        Launch(block_v=64, block_k=64, num_warps=4, num_stages=2),
-        Launch(block_v=64, block_k=64, num_warps=8, num_stages=2),
-        Launch(block_v=32, num_warps=8, num_stages=2),
-        Launch(block_v=64, num_warps=8, num_stages=1),
+        Launch(block_k=64, num_warps=4),
+        Launch(block_k=64, num_warps=8),
+        Launch(num_warps=8),
+        Launch(block_v=64, num_warps=8),
+        Launch(block_v=64, block_k=64, num_warps=4),
     ],
 }
 WIDE = Launch(block_v=32, block_k=64, num_warps=4, num_stages=1)

@@ -81,7 +81,7 @@ def activate_slope(b_x, GELU: tl.constexpr):
 
 
 @triton.jit
-def invert_unit_lower(b_strict, C: tl.constexpr):
+def invert_unit_lower(b_strict, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + strict)^-1 in fp32: forward substitution on the diagonal blocks, all at once, then a short block series.
 
     With D the blocks' own inverse, I + A = D^-1 (I + N), N = D (A - diagonal blocks) is zero after C / 16 powers.
@@ -108,9 +108,9 @@ def invert_unit_lower(b_strict, C: tl.constexpr):
         b_wide = tl.reshape(b_wide, (C, C))
         m_off = (o_c[:, None] // DIAGONAL_BLOCK) != (o_c[None, :] // DIAGONAL_BLOCK)
         b_off = tl.where(m_off, b_strict, 0.0)
-        b_nilpotent = tl.dot(b_wide, b_off, input_precision="tf32x3")
+        b_nilpotent = tl.dot(b_wide, b_off, input_precision=PRECISION)
         b_series = (o_c[:, None] == o_c[None, :]).to(tl.float32) - b_nilpotent
         if NUM > 2:
-            b_square = tl.dot(b_nilpotent, b_nilpotent, input_precision="tf32x3")
-            b_series += tl.dot(b_series, b_square, input_precision="tf32x3")
-        return tl.dot(b_series, b_wide, input_precision="tf32x3")
+            b_square = tl.dot(b_nilpotent, b_nilpotent, input_precision=PRECISION)
+            b_series += tl.dot(b_series, b_square, input_precision=PRECISION)
+        return tl.dot(b_series, b_wide, input_precision=PRECISION)
