@@ -40,10 +40,11 @@ def compute_scale(b_x, eps, V: tl.constexpr):
     return tl.rsqrt(tl.sum(b_x * b_x, 1) / V + eps)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def forward_kernel(
     p_x, p_gate, p_weight, p_out, N, eps, V: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
+    """The output of one tile of rows."""
     o_nv, m_nv, o_v = locate(tl.program_id(0).to(tl.int64), N, V, BLOCK_ROWS, BLOCK_V)
     b_x = tl.load(p_x + o_nv, mask=m_nv, other=0.0).to(tl.float32)
     b_gate = tl.load(p_gate + o_nv, mask=m_nv, other=0.0).to(tl.float32)
@@ -52,12 +53,13 @@ def forward_kernel(
     tl.store(p_out + o_nv, b_out.to(p_out.dtype.element_ty), mask=m_nv)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def backward_kernel(
     p_grad_out, p_x, p_gate, p_weight, p_grad_x, p_grad_gate, p_partial,
     N, eps, V: tl.constexpr,
     TILES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
+    """dx and dgate of TILES tiles of rows, and their partial sum of dweight."""
     i_program = tl.program_id(0).to(tl.int64)
     o_v = tl.arange(0, BLOCK_V)
     b_weight = tl.load(p_weight + o_v, mask=o_v < V, other=0.0).to(tl.float32)[None, :]

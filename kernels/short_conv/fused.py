@@ -14,6 +14,8 @@ Dims: B batch, T tokens, D width, W conv width, P programs along tokens and batc
 
 # ruff: noqa: RUF005  (Triton joins tuples, but has no starred ones)
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -25,11 +27,21 @@ from kernels.short_conv.reference import check_short_conv_inputs
 
 MIN_WIDTH, MAX_WIDTH = 2, 8
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-TOKENS = 64  # of a program: more means fewer inputs read twice and fewer partial sums, but fewer programs
-FORWARD_GROUP, BACKWARD_GROUP = 8, 2  # tokens whose loads are in flight together; both divide TOKENS
-NUM_WARPS = 2
-VECTOR_BYTES = 16  # that a thread loads at once
-BACKWARD_REGISTERS = 168  # of a thread at W <= 4: without spilling, 12 warps run on a multiprocessor
+
+
+class Launch(NamedTuple):
+    """Settings of a kernel. More tokens mean fewer inputs read twice and fewer partial sums, but fewer programs."""
+
+    tokens: int  # of a program
+    group: int  # tokens whose loads are in flight together, a divisor of `tokens`
+    num_warps: int = 2
+    vector_bytes: int = 16  # that a thread loads at once, at most
+    max_registers: int | None = None  # of a thread; None leaves them to the compiler
+
+
+FORWARD = Launch(tokens=64, group=8)
+BACKWARD = Launch(tokens=64, group=2, max_registers=168)  # 12 warps a multiprocessor, and nothing spilled
+WIDE_BACKWARD = Launch(tokens=64, group=2)  # above W = 4
 
 
 @triton.jit
@@ -45,6 +57,7 @@ def locate(T, D: tl.constexpr, TOKENS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_weights(p_weight, o_d, m_d, D: tl.constexpr, W: tl.constexpr):
+    """The W weights of each channel."""
     weights = ()
     for j in tl.static_range(W):
         weights = weights + (tl.load(p_weight + j * D + o_d, mask=m_d, other=0.0),)
@@ -96,18 +109,20 @@ def restart(window, is_start, p_start):
 
 @triton.jit
 def convolve(taps, weights, W: tl.constexpr):
+    """z of one token, from its inputs."""
     b_sum = taps[0] * weights[0]
     for j in tl.static_range(1, W):
         b_sum += taps[j] * weights[j]
     return b_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def forward_kernel(
     p_x, p_weight, p_entry, p_start, p_out,
     T, D: tl.constexpr,
     W: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """The output of one program's tokens."""
     _, i_b, i_first, o_d = locate(T, D, TOKENS, BLOCK_D)
     m_d = o_d < D
     p_x += i_b * T * D + o_d
@@ -162,12 +177,13 @@ def store_finished(p_grad_x, p_grad_entry, b_grad, i_s, i_first, T, m_d, D: tl.c
         tl.store(p_grad_entry + (i_s + W - 1) * D, b_grad_x, mask=m_d & (i_s < 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def backward_kernel(
     p_grad_out, p_x, p_weight, p_entry, p_start, p_grad_x, p_grad_entry, p_partial,
     T, D: tl.constexpr,
     W: tl.constexpr, TOKENS: tl.constexpr, GROUP: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """dx of one program's tokens, of the entry before them, and its partial sum of dweight."""
     i_part, i_b, i_first, o_d = locate(T, D, TOKENS, BLOCK_D)
     m_d = o_d < D
     p_x += i_b * T * D + o_d
@@ -274,7 +290,7 @@ def _convolve_op(
 ) -> torch.Tensor:
     x_BTD, weight_WD, entry_BWD, start_BT = _lay_out(x_BTD, weight_DW, entry_BWD, document_start_BT)
     out_BTD = allocate.allocate(*x_BTD.shape, like=x_BTD)
-    num_programs, settings = _choose_launch(x_BTD, weight_DW.shape[1], FORWARD_GROUP)
+    num_programs, settings = _prepare_launch(FORWARD, x_BTD, weight_DW.shape[1])
     T, D = x_BTD.shape[1:]
     if num_programs:
         forward_kernel[(num_programs,)](x_BTD, weight_WD, entry_BWD, start_BT, out_BTD, T, D, **settings)
@@ -297,12 +313,11 @@ def _convolve_backward_op(
     """Gradients of x, weight and entry (of no tokens where there is none)."""
     x_BTD, weight_WD, entry_BWD, start_BT = _lay_out(x_BTD, weight_DW, entry_BWD, document_start_BT)
     (B, T, D), W = x_BTD.shape, weight_DW.shape[1]
-    num_programs, settings = _choose_launch(x_BTD, W, BACKWARD_GROUP)
-    if W <= 4:
-        settings["maxnreg"] = BACKWARD_REGISTERS
+    launch = BACKWARD if W <= 4 else WIDE_BACKWARD
+    num_programs, settings = _prepare_launch(launch, x_BTD, W)
     grad_BTD = allocate.allocate(B, T, D, like=x_BTD)
     grad_BWD = allocate.allocate(B, 0 if entry_BWD is None else W - 1, D, like=x_BTD)
-    partial_PWD = allocate.allocate(B * triton.cdiv(T, TOKENS), W, D, like=weight_WD)
+    partial_PWD = allocate.allocate(B * triton.cdiv(T, launch.tokens), W, D, like=weight_WD)
     if num_programs:
         backward_kernel[(num_programs,)](
             grad_out_BTD.contiguous(), x_BTD, weight_WD, entry_BWD, start_BT,
@@ -327,13 +342,16 @@ def _lay_out(x_BTD, weight_DW, entry_BWD, document_start_BT):
     return x_BTD.contiguous(), weight_WD, entry_BWD, start_BT
 
 
-def _choose_launch(x_BTD: torch.Tensor, W: int, group: int) -> tuple[int, dict]:
+def _prepare_launch(launch: Launch, x_BTD: torch.Tensor, W: int) -> tuple[int, dict]:
     """Programs and settings. Above W = 4 a thread holds at most 4 channels, or it runs out of registers."""
     B, T, D = x_BTD.shape
-    num_channels = min(VECTOR_BYTES // x_BTD.element_size(), 8 if W <= 4 else 4)
-    block_d = min(32 * NUM_WARPS * num_channels, triton.next_power_of_2(D))
-    settings = {"W": W, "TOKENS": TOKENS, "GROUP": group, "BLOCK_D": block_d, "num_warps": NUM_WARPS}
-    return B * triton.cdiv(T, TOKENS) * triton.cdiv(D, block_d), settings
+    num_channels = min(launch.vector_bytes // x_BTD.element_size(), 8 if W <= 4 else 4)
+    block_d = min(32 * launch.num_warps * num_channels, triton.next_power_of_2(D))
+    settings = {"W": W, "TOKENS": launch.tokens, "GROUP": launch.group, "BLOCK_D": block_d}
+    settings["num_warps"] = launch.num_warps
+    if launch.max_registers is not None:
+        settings["maxnreg"] = launch.max_registers
+    return B * triton.cdiv(T, launch.tokens) * triton.cdiv(D, block_d), settings
 
 
 def _keep_inputs(ctx, inputs, output):

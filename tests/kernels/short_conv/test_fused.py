@@ -20,7 +20,8 @@ FLOOR = 10 * torch.finfo(torch.float32).eps
 
 @pytest.fixture(autouse=True)
 def short_programs(monkeypatch):
-    monkeypatch.setattr(fused, "TOKENS", BLOCK)
+    for name in ("FORWARD", "BACKWARD", "WIDE_BACKWARD"):
+        monkeypatch.setattr(fused, name, getattr(fused, name)._replace(tokens=BLOCK))
 
 
 def build(T=13, W=4, D=5, dtype=torch.float32):
@@ -60,7 +61,7 @@ def test_fp16_error_is_the_loops():
 
 def test_program_of_default_length_equals_loop(monkeypatch):
     monkeypatch.undo()
-    assert_error_is_the_loops(*build(fused.TOKENS + 1))
+    assert_error_is_the_loops(*build(fused.FORWARD.tokens + 1))
 
 
 def test_master_weight_in_fp32_keeps_its_dtype():

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from kernels.short_conv import fused
-from kernels.short_conv.fused import short_conv
+from kernels.short_conv.fused import FORWARD, MAX_WIDTH, MIN_WIDTH, short_conv
 from kernels.short_conv.reference import short_conv_reference
 from kernels.short_conv.shifted import short_conv_shifted
 from tests.kernels.compare import assert_error_at_most_twice, assert_relative_error_below
@@ -22,17 +21,17 @@ def build(T, W, D, dtype, B=2):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("W", range(fused.MIN_WIDTH, fused.MAX_WIDTH + 1))
+@pytest.mark.parametrize("W", range(MIN_WIDTH, MAX_WIDTH + 1))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_error_is_the_loops_at_every_width_of_the_window(dtype, W, packed):
-    tensors, start = build(2 * fused.TOKENS + 3, W, 72, dtype)
+    tensors, start = build(2 * FORWARD.tokens + 3, W, 72, dtype)
     start = start if packed else None
     truth = run(short_conv_reference, widen(tensors), start)
     reference = run(short_conv_reference, tensors, start)
     assert_error_at_most_twice(FLOOR, **name_triples(run(short_conv, tensors, start), reference, truth))
 
 
-@pytest.mark.parametrize("T", [1, 3, fused.TOKENS - 1, fused.TOKENS, fused.TOKENS + 1, 500])
+@pytest.mark.parametrize("T", [1, 3, FORWARD.tokens - 1, FORWARD.tokens, FORWARD.tokens + 1, 500])
 @pytest.mark.parametrize("D", [1, 24, 100, 520])
 def test_error_is_the_loops_at_every_length_and_alignment(D, T):
     tensors, start = build(T, 4, D, torch.bfloat16)
