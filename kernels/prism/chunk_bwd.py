@@ -29,7 +29,7 @@ from kernels.prism.chunk_fwd import PRECISION, Decays, Sizes, Solved
 from kernels.prism.launch import choose, round_up
 from kernels.prism.tiles import (
     activate,
-    activate_slope,
+    activate_with_slope,
     decay_between,
     decay_between_transposed,
     load_segments,
@@ -62,7 +62,8 @@ def query_grad_kernel(
     b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
     b_read_query = b_query.to(tl.float32) * b_entry[:, None]
     store_tile(p_read_query + i_chunk * C * K, b_read_query, o_c, m_c, K, o_k, m_k)
-    b_grad_query, b_inside = tl.zeros((C, BK), tl.float32), tl.zeros((C,), tl.float32)
+    b_grad_query, b_diagonals = tl.zeros((C, BK), tl.float32), tl.zeros((C, 4), tl.float32)
+    o_m = tl.arange(0, 4)[None, :]
     for i_l in tl.static_range(M):
         b_key = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
         b_attend = tl.dot(b_key, tl.trans(b_query), input_precision=PRECISION) * scale
@@ -71,7 +72,7 @@ def query_grad_kernel(
             p_attend_l = p_attend + (i_chunk * (M - 1) + (i_l - 1)) * C * C
             store_tile(p_attend_l, b_attend, o_c, m_c, C, o_c, m_c)
         p_written = p_value + i_chunk * V * C if i_l == 0 else p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
-        b_pair, b_seen = tl.zeros((C, C), tl.float32), tl.zeros((C, BK), tl.float32)
+        b_pair = tl.zeros((C, C), tl.float32)
         for i_v in tl.static_range(NV):
             o_v = i_v * BV + tl.arange(0, BV)
             m_v = o_v < V
@@ -82,19 +83,22 @@ def query_grad_kernel(
                 b_local = tl.dot(b_attend, b_grad_out, input_precision=PRECISION)
                 store_transposed(p_grad_value + i_chunk * V * C, b_local, o_c, C, o_v, m_v)
                 b_state = load_tile(p_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
-                b_seen = tl.dot(b_grad_out, b_state, b_seen, input_precision=PRECISION)
+                b_grad_query = tl.dot(b_grad_out, b_state, b_grad_query, input_precision=PRECISION)
         if i_l == 0:
-            b_seen *= b_entry[:, None]
+            b_grad_query *= b_entry[:, None]
         b_pair *= scale
         b_diagonal = tl.sum(tl.where(m_diagonal, b_pair, 0.0), 1)
         b_low = (b_pair * decay_between(b_total, b_segment, o_c, True)).to(dtype)
-        b_seen = tl.dot(b_low, b_key, b_seen, input_precision=PRECISION)
-        b_inside += tl.sum(b_seen * b_query.to(tl.float32), 1)
-        b_grad_query += b_seen + b_diagonal[:, None] * b_key.to(tl.float32)
+        b_grad_query = tl.dot(b_low, b_key, b_grad_query, input_precision=PRECISION)
+        b_diagonals += tl.where(o_m == i_l, b_diagonal[:, None], 0.0)
         store_tile(p_pair + (i_chunk * M + i_l) * C * C, b_low, o_c, m_c, C, o_c, m_c)
         tl.store(p_diagonal + (i_chunk * M + i_l) * C + o_c, b_diagonal)
+    tl.store(p_inside + i_chunk * C + o_c, tl.sum(b_grad_query * b_query.to(tl.float32), 1))
+    for i_l in tl.static_range(M):
+        b_key = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
+        b_diagonal = tl.sum(tl.where(o_m == i_l, b_diagonals, 0.0), 1)
+        b_grad_query += b_diagonal[:, None] * b_key.to(tl.float32)
     store_tile(p_grad_query + (i_token * H + i_h) * K, b_grad_query, o_c, m_t, H * K, o_k, m_k)
-    tl.store(p_inside + i_chunk * C + o_c, b_inside)
 
 
 @triton.jit(do_not_specialize=["T", "N", "H"])
@@ -187,13 +191,13 @@ def write_grad_kernel(
                 b_gain = load_tile(p_gain + i_m * H * V, o_c, m_t, L * H * V, o_v, m_v).to(tl.float32)
                 b_left -= activate(b_gain * b_left, GELU)
             b_gain = load_tile(p_gain + i_l * H * V, o_c, m_t, L * H * V, o_v, m_v).to(tl.float32)
-            b_write = activate(b_gain * b_left, GELU)
+            b_write, b_slope = activate_with_slope(b_gain * b_left, GELU)
         else:
             b_write = b_left
         tl.store(p_grad_step + i_l * H + o_c * M * H, tl.sum(b_grad * b_write, 1), mask=m_t)
         b_grad *= tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)[:, None]
         if L > 0:
-            b_slope = activate_slope(b_gain * b_left, GELU) * (b_grad - b_carried)
+            b_slope *= b_grad - b_carried
             store_tile(p_grad_gain + i_l * H * V, b_slope * b_left, o_c, m_t, L * H * V, o_v, m_v)
             b_carried += b_slope * b_gain
         else:
@@ -345,7 +349,8 @@ def _run_query_grad(sizes: Sizes, saved: Saved, grad_out: torch.Tensor) -> Query
         saved.query, key, _documents(saved), saved.decays.total_PC, saved.decays.entry_PC,
         solved.value_PVC, solved.write_PMVC, solved.state_PVK, grad_out, *grads,
         sizes.T, sizes.N, sizes.H, sizes.K**-0.5, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v,
-        HAS_DOCUMENTS=saved.document_start is not None, PRECISION=PRECISION, num_warps=launch.num_warps,
+        HAS_DOCUMENTS=saved.document_start is not None, PRECISION=PRECISION,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return grads
 
@@ -360,7 +365,8 @@ def _run_state_grad(sizes, saved, grad_out, queries, grad_final):
         queries.read_query_PCK, key, decays.exit_PC, decays.carry_P, saved.solved.w_PCK, grad_out,
         queries.grad_value_PVC, grad_entry if grad_final is None else grad_final, grad_state, grad_entry,
         sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v,
-        HAS_FINAL=grad_final is not None, PRECISION=PRECISION, STAGES=launch.num_stages, num_warps=launch.num_warps,
+        HAS_FINAL=grad_final is not None, PRECISION=PRECISION, STAGES=launch.num_stages,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return grad_state, grad_entry
 
@@ -377,7 +383,7 @@ def _run_write_grad(sizes, saved, grad_out, queries, grad_state, gelu):
         queries.attend_PMCC, grad_out, queries.grad_value_PVC, grad_state, grad_lambda, *grads, steps,
         sizes.T, sizes.N, sizes.H, sizes.B * sizes.T, L=0 if saved.gain is None else sizes.M,
         **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v, GELU=gelu,
-        PRECISION=PRECISION, num_warps=launch.num_warps,
+        PRECISION=PRECISION, num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return grad_lambda, *grads, steps
 
@@ -393,6 +399,7 @@ def _run_key_grad(sizes, saved, grad_lambda, queries, grad_state):
         solved.state_PVK, grad_lambda, grad_state, queries.pair_PMCC, queries.diagonal_PMC, queries.inside_PC,
         grad_key, *sums,
         sizes.T, sizes.N, sizes.H, sizes.B * sizes.T, **sizes.widths(), BK=launch.block_k, BV=launch.block_v,
-        HAS_DOCUMENTS=saved.document_start is not None, PRECISION=PRECISION, num_warps=launch.num_warps,
+        HAS_DOCUMENTS=saved.document_start is not None, PRECISION=PRECISION,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return grad_key, *sums

@@ -283,12 +283,13 @@ def _solve(sizes, key, step_size, log_decay, document_start):
     vectors = [allocate.allocate(P, C, like=key, dtype=dtype) for dtype in (wide, torch.float32, torch.float32)]
     decays = Decays(*vectors, allocate.allocate(P, like=key, dtype=torch.float32))
     inverse, w, forget = (allocate.allocate(P, *rest, like=key) for rest in ((C, C), (C, sizes.K), (M - 1, C, C)))
+    launch = choose("solve", sizes.shape(key))
     solve_kernel[(P,)](
         key, step_size, log_decay, key if document_start is None else document_start, *decays, inverse, w, forget,
         sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=round_up(sizes.K),
         HAS_DOCUMENTS=document_start is not None, PRECISION=PRECISION,
         SOLVE_PRECISION="tf32x3" if key.dtype == torch.float32 else "tf32",
-        num_warps=choose("solve", sizes.shape(key)).num_warps,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return decays, inverse, w, forget
 
@@ -300,7 +301,7 @@ def _compute_writes(sizes, residual, gain, step_size, inverse, forget, gelu):
     write_kernel[(sizes.blocks(launch) * sizes.chunks,)](
         residual, residual if gain is None else gain, step_size, inverse, forget, value, write,
         sizes.T, sizes.N, sizes.H, L=0 if gain is None else sizes.M, **sizes.widths(), BV=launch.block_v, GELU=gelu,
-        PRECISION=PRECISION, num_warps=launch.num_warps,
+        PRECISION=PRECISION, num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return value, write
 
@@ -314,7 +315,8 @@ def _run_state(sizes, key, decays, w, value, write, entry_state):
         key, decays.exit_PC, decays.carry_P, w, value, write,
         final if entry_state is None else entry_state, state, final,
         sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v,
-        HAS_ENTRY=entry_state is not None, PRECISION=PRECISION, STAGES=launch.num_stages, num_warps=launch.num_warps,
+        HAS_ENTRY=entry_state is not None, PRECISION=PRECISION, STAGES=launch.num_stages,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return state, final
 
@@ -326,6 +328,7 @@ def _read_out(sizes, query, key, decays, value, write, state, document_start):
         query, key, key if document_start is None else document_start, decays.total_PC, decays.entry_PC,
         value, write, state, out,
         sizes.T, sizes.N, sizes.H, sizes.K**-0.5, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v,
-        HAS_DOCUMENTS=document_start is not None, PRECISION=PRECISION, num_warps=launch.num_warps,
+        HAS_DOCUMENTS=document_start is not None, PRECISION=PRECISION,
+        num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return out

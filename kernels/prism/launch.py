@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One kernel's settings: block_v values (block_k key columns) a program, warps a program, stages of its loop."""
+    """One kernel's settings: block_v values (block_k key columns) a program, warps a program, stages of its loop, and
+    a bound on registers a thread, so that more programs share a multiprocessor (None: the compiler's)."""
 
     block_v: int = 128
     block_k: int = 128
     num_warps: int = 4
     num_stages: int = 2
+    max_registers: int | None = None
 
 
 class Shape(NamedTuple):
@@ -31,44 +33,38 @@ class Shape(NamedTuple):
 
 
 CANDIDATES: dict[str, list[Launch]] = {
-    "solve": [Launch(num_warps=4), Launch(num_warps=8)],
+    "solve": [Launch(num_warps=4), Launch(num_warps=4, max_registers=128), Launch(num_warps=4, max_registers=168)],
     "write": [
         Launch(block_v=64, num_warps=4),
         Launch(block_v=64, num_warps=8),
-        Launch(block_v=128, num_warps=8),
-        Launch(block_v=128, num_warps=4),
+        Launch(block_v=64, num_warps=4, max_registers=128),
     ],
     "state": [
-        Launch(block_v=64, num_warps=4, num_stages=2),
         Launch(block_v=64, num_warps=4, num_stages=3),
+        Launch(block_v=64, num_warps=4, num_stages=4),
         Launch(block_v=128, num_warps=8, num_stages=2),
-        Launch(block_v=32, num_warps=2, num_stages=2),
     ],
-    "output": [Launch(num_warps=4), Launch(num_warps=8), Launch(block_v=64, num_warps=4)],
+    "output": [Launch(num_warps=4), Launch(num_warps=4, max_registers=168), Launch(block_v=64, num_warps=4)],
     "query_grad": [
         Launch(num_warps=4),
-        Launch(num_warps=8),
-        Launch(block_v=64, num_warps=4),
-        Launch(block_v=64, num_warps=8),
+        Launch(num_warps=4, max_registers=168),
+        Launch(block_v=64, num_warps=4, max_registers=168),
     ],
     "state_grad": [
-        Launch(block_v=64, num_warps=4, num_stages=2),
         Launch(block_v=64, num_warps=4, num_stages=3),
         Launch(block_v=128, num_warps=8, num_stages=2),
-        Launch(block_v=32, num_warps=2, num_stages=2),
     ],
     "write_grad": [
         Launch(block_v=64, num_warps=8),
-        Launch(block_v=64, num_warps=4),
-        Launch(block_v=128, num_warps=8),
-        Launch(block_v=32, num_warps=4),
+        Launch(block_v=64, num_warps=4, max_registers=168),
+        Launch(block_v=64, num_warps=8, max_registers=80),
+        Launch(block_v=64, num_warps=4, max_registers=128),
     ],
     "key_grad": [
         Launch(block_k=64, num_warps=4),
-        Launch(block_k=64, num_warps=8),
-        Launch(num_warps=8),
-        Launch(block_v=64, num_warps=8),
-        Launch(block_v=64, block_k=64, num_warps=4),
+        Launch(block_k=64, num_warps=4, max_registers=168),
+        Launch(block_v=64, block_k=64, num_warps=4, max_registers=168),
+        Launch(block_v=64, block_k=64, num_warps=4, max_registers=128),
     ],
 }
 WIDE = Launch(block_v=32, block_k=64, num_warps=4, num_stages=1)

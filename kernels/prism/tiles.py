@@ -6,7 +6,7 @@ C tokens in a chunk, rows of a tile; G the cumulative log decay inside a chunk, 
 import triton
 import triton.language as tl
 
-SQRT_HALF = tl.constexpr(0.7071067811865476)
+ERFC_SCALE = tl.constexpr(0.3275911 * 0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 DIAGONAL_BLOCK = tl.constexpr(16)
 
@@ -65,19 +65,38 @@ def decay_between_transposed(b_total, b_segment, o_c, STRICT: tl.constexpr):
 
 
 @triton.jit
+def gelu_parts(b_x):
+    """The normal distribution function of x and exp(-x^2 / 2), which GELU and its slope are made of.
+
+    erfc by Abramowitz and Stegun 7.1.26, off by 1.5e-7 at most: fp32's own rounding, at a third of erf's cost.
+    """
+    b_bell = tl.exp(-0.5 * b_x * b_x)
+    b_t = 1.0 / (1.0 + ERFC_SCALE * tl.abs(b_x))
+    b_poly = 1.061405429 * b_t - 1.453152027
+    b_poly = b_poly * b_t + 1.421413741
+    b_poly = b_poly * b_t - 0.284496736
+    b_poly = b_poly * b_t + 0.254829592
+    b_tail = 0.5 * b_poly * b_t * b_bell
+    return tl.where(b_x >= 0, 1.0 - b_tail, b_tail), b_bell
+
+
+@triton.jit
 def activate(b_x, GELU: tl.constexpr):
     if GELU:
-        return 0.5 * b_x * (1.0 + tl.erf(b_x * SQRT_HALF))
+        b_below, _ = gelu_parts(b_x)
+        return b_x * b_below
     else:
         return b_x
 
 
 @triton.jit
-def activate_slope(b_x, GELU: tl.constexpr):
+def activate_with_slope(b_x, GELU: tl.constexpr):
+    """The activation and its derivative."""
     if GELU:
-        return 0.5 * (1.0 + tl.erf(b_x * SQRT_HALF)) + b_x * tl.exp(-0.5 * b_x * b_x) * INV_SQRT_2PI
+        b_below, b_bell = gelu_parts(b_x)
+        return b_x * b_below, b_below + b_x * b_bell * INV_SQRT_2PI
     else:
-        return tl.zeros_like(b_x) + 1.0
+        return b_x, tl.zeros_like(b_x) + 1.0
 
 
 @triton.jit
