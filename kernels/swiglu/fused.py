@@ -26,7 +26,7 @@ def locate_tile(N, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return o_row[:, None] * (2 * F) + o_f[None, :], o_row[:, None] * F + o_f[None, :], m_tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def swiglu_kernel(p_gate_up, p_y, N, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     o_gate, o_y, m_tile = locate_tile(N, F, ROWS, BLOCK)
     b_gate = tl.load(p_gate_up + o_gate, mask=m_tile, other=0.0).to(tl.float32)
@@ -34,7 +34,7 @@ def swiglu_kernel(p_gate_up, p_y, N, F, ROWS: tl.constexpr, BLOCK: tl.constexpr)
     tl.store(p_y + o_y, (b_gate * tl.sigmoid(b_gate) * b_up).to(p_y.dtype.element_ty), mask=m_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def swiglu_backward_kernel(p_gate_up, p_grad_y, p_grad, N, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     o_gate, o_y, m_tile = locate_tile(N, F, ROWS, BLOCK)
     b_gate = tl.load(p_gate_up + o_gate, mask=m_tile, other=0.0).to(tl.float32)

@@ -28,7 +28,7 @@ def locate_keys(NUM_KEYS, H, K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constex
     return o_row // H, o_row % H, o_k, (o_row[:, None] < NUM_KEYS) & (o_k[None, :] < K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NUM_KEYS"])
 def unit_keys_kernel(
     p_x, p_y, NUM_KEYS, H, X_STRIDE, Y_STRIDE, EPS,
     K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
@@ -40,7 +40,7 @@ def unit_keys_kernel(
     tl.store(p_y + o_token[:, None] * Y_STRIDE + o_inner, b_y.to(p_y.dtype.element_ty), mask=m_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["NUM_KEYS"])
 def unit_keys_backward_kernel(
     p_x, p_grad_y, p_grad_x, NUM_KEYS, H, X_STRIDE, Y_STRIDE, EPS,
     K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,

@@ -1,5 +1,6 @@
 """One layer: pre-norm mixer, pre-norm MLP. Dims: B batch, T tokens, D model width."""
 
+import torch
 from torch import Tensor, nn
 
 from prism_lm.model.baselines import AttentionMixer, GatedDeltaMixer
@@ -21,6 +22,19 @@ def build_mixer(config: ModelConfig, mixer: Mixer, *, operators: Operators) -> n
             return AttentionMixer(config)
 
 
+class AddNorm(nn.Module):
+    """x + added, and its RMS norm times a weight."""
+
+    def __init__(self, model_width: int, eps: float, *, operators: Operators) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(model_width))
+        self.eps = eps
+        self.run_add_norm = operators.add_rms_norm
+
+    def forward(self, x_BTD: Tensor, added_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        return self.run_add_norm(x_BTD, added_BTD, self.weight, eps=self.eps)
+
+
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
@@ -28,7 +42,7 @@ class Block(nn.Module):
         super().__init__()
         self.mixer_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
         self.mixer = build_mixer(config, mixer, operators=operators)
-        self.mlp_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
+        self.mlp_norm = AddNorm(config.model_width, config.norm_eps, operators=operators)
         self.mlp = SwiGLU(config.model_width, config.mlp_width, operators=operators)
 
     def forward(
@@ -36,5 +50,5 @@ class Block(nn.Module):
     ) -> tuple[Tensor, LayerState]:
         """The residual stream after this layer, and the layer's state after the last token."""
         mixed_BTD, new_state = self.mixer(self.mixer_norm(x_BTD), document_start_BT, state)
-        x_BTD = x_BTD + mixed_BTD
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD)), new_state
+        x_BTD, normed_BTD = self.mlp_norm(x_BTD, mixed_BTD)
+        return x_BTD + self.mlp(normed_BTD), new_state

@@ -86,6 +86,14 @@ class GatedProduct(Protocol):
     def __call__(self, gate_up: "Tensor", /) -> "Tensor": ...
 
 
+class AddRMSNorm(Protocol):
+    """A residual addition and the RMS norm of its sum: both of them."""
+
+    def __call__(
+        self, x: "Tensor", added: "Tensor", weight_D: "Tensor", /, *, eps: float
+    ) -> "tuple[Tensor, Tensor]": ...
+
+
 class LinearCrossEntropy(Protocol):
     """Cross-entropy of a linear head."""
 
@@ -111,11 +119,13 @@ class Operators:
     gated_rms_norm: GatedRMSNorm
     unit_keys: UnitKeys
     swiglu: GatedProduct
+    add_rms_norm: AddRMSNorm
     linear_cross_entropy: LinearCrossEntropy
 
 
 def build_plain_operators() -> Operators:
     """Plain torch: any device, fp64 to bf16."""
+    from kernels.add_norm.reference import add_rms_norm_reference
     from kernels.gated_norm.explicit import gated_rms_norm_explicit
     from kernels.linear_cross_entropy.chunked import linear_cross_entropy
     from kernels.prism.chunk_reference import prism_scan_chunked
@@ -131,12 +141,14 @@ def build_plain_operators() -> Operators:
         gated_rms_norm=gated_rms_norm_explicit,
         unit_keys=unit_keys_reference,
         swiglu=swiglu_reference,
+        add_rms_norm=add_rms_norm_reference,
         linear_cross_entropy=linear_cross_entropy,
     )
 
 
 def build_triton_operators() -> Operators:
     """Triton kernels: CUDA, fp32 to bf16. Triton is imported here and not before."""
+    from kernels.add_norm.fused import add_rms_norm
     from kernels.gated_norm.fused import gated_rms_norm
     from kernels.linear_cross_entropy.fused import linear_cross_entropy
     from kernels.prism.chunk import prism_scan
@@ -152,6 +164,7 @@ def build_triton_operators() -> Operators:
         gated_rms_norm=gated_rms_norm,
         unit_keys=unit_keys,
         swiglu=swiglu,
+        add_rms_norm=add_rms_norm,
         linear_cross_entropy=linear_cross_entropy,
     )
 
