@@ -27,7 +27,7 @@ and of 1.467 B:
   prism bench configs/train/1b.yaml model.mlp_width=5120 parallel.compile=true --peer fla_gated_delta --profile
 """
 HEADER = (
-    f"{'model':<34}{'parameters':>15}{'batch':>10}{'tokens/s':>11}{'20%':>10}{'80%':>10}{'step ms':>10}{'MFU %':>8}"
+    f"{'model':<64}{'parameters':>15}{'batch':>10}{'tokens/s':>11}{'20%':>10}{'80%':>10}{'step ms':>10}{'MFU %':>8}"
     f"{'peak GiB':>10}{'first s':>9}{'loss':>8}"
 )
 
@@ -167,7 +167,7 @@ def _time(
     try:
         timing = _measure(candidate, batch, device, dtype, parsed)
     except torch.OutOfMemoryError:
-        print(f"{candidate.name[:33]:<34}{'':>15}{batch!s:>10}  out of memory", flush=True)
+        print(f"{candidate.name[:63]:<64}{'':>15}{batch!s:>10}  out of memory", flush=True)
         return {"name": candidate.name, "rows": batch.rows, "row_tokens": batch.row_tokens, "out_of_memory": True}
     finally:
         gc.collect()
@@ -195,7 +195,7 @@ def format_row(timing: "Timing") -> str:
     """One line of the table."""
     mfu = "-" if timing.mfu_pct is None else f"{timing.mfu_pct:.1f}"
     return (
-        f"{timing.name[:33]:<34}{timing.parameters:>15,}{timing.batch!s:>10}{timing.tokens_per_s():>11,.0f}"
+        f"{timing.name[:63]:<64}{timing.parameters:>15,}{timing.batch!s:>10}{timing.tokens_per_s():>11,.0f}"
         f"{timing.tokens_per_s(0.2):>10,.0f}{timing.tokens_per_s(0.8):>10,.0f}{timing.quantile_ms(0.5):>10.1f}{mfu:>8}"
         f"{timing.peak_gib:>10.1f}{timing.first_step_s:>9.1f}{timing.loss_nats:>8.3f}"
     )

@@ -24,6 +24,7 @@ def add_norm_kernel(
     p_x, p_added, p_weight, p_sum, p_y, N, eps,
     D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Sums of a tile of rows, and their norms."""
     o_n, o_d = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BD)
     o_tile, m_tile = o_n[:, None] * D + o_d[None, :], (o_n[:, None] < N) & (o_d[None, :] < D)
     b_x = tl.load(p_x + o_tile, mask=m_tile, other=0.0).to(tl.float32)
@@ -41,6 +42,7 @@ def add_norm_backward_kernel(
     p_grad_sum, p_grad_y, p_sum, p_weight, p_grad_x, p_partial, N, eps,
     D: tl.constexpr, BD: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
+    """dx of TILES tiles of rows, and their partial sum of dweight."""
     i_program, o_d = tl.program_id(0).to(tl.int64), tl.arange(0, BD)
     b_weight = tl.load(p_weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
     b_grad_weight = tl.zeros((ROWS, BD), tl.float32)

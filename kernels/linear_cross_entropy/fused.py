@@ -24,6 +24,7 @@ def row_loss_kernel(
     p_logits, p_target, p_grad_loss, p_loss, p_error, V, IGNORED,
     BLOCK: tl.constexpr, HAS_GRAD: tl.constexpr,
 ):  # fmt: skip
+    """The loss of one row and, where that of the loss is given, the gradient of its logits."""
     i_row = tl.program_id(0).to(tl.int64)
     i_target = tl.load(p_target + i_row)
     p_logits += i_row * V

@@ -28,6 +28,7 @@ def locate_tile(N, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])
 def swiglu_kernel(p_gate_up, p_y, N, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of products."""
     o_gate, o_y, m_tile = locate_tile(N, F, ROWS, BLOCK)
     b_gate = tl.load(p_gate_up + o_gate, mask=m_tile, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + F + o_gate, mask=m_tile, other=0.0).to(tl.float32)
@@ -36,6 +37,7 @@ def swiglu_kernel(p_gate_up, p_y, N, F, ROWS: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit(do_not_specialize=["N"])
 def swiglu_backward_kernel(p_gate_up, p_grad_y, p_grad, N, F, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradients of a tile of gates and ups."""
     o_gate, o_y, m_tile = locate_tile(N, F, ROWS, BLOCK)
     b_gate = tl.load(p_gate_up + o_gate, mask=m_tile, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + F + o_gate, mask=m_tile, other=0.0).to(tl.float32)

@@ -33,6 +33,7 @@ def unit_keys_kernel(
     p_x, p_y, NUM_KEYS, H, X_STRIDE, Y_STRIDE, EPS,
     K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """A tile of keys divided by their norms."""
     o_token, o_head, o_k, m_tile = locate_keys(NUM_KEYS, H, K, BK, ROWS)
     o_inner = o_head[:, None] * K + o_k[None, :]
     b_x = tl.load(p_x + o_token[:, None] * X_STRIDE + o_inner, mask=m_tile, other=0.0).to(tl.float32)
@@ -45,6 +46,7 @@ def unit_keys_backward_kernel(
     p_x, p_grad_y, p_grad_x, NUM_KEYS, H, X_STRIDE, Y_STRIDE, EPS,
     K: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """The gradient of a tile of keys."""
     o_token, o_head, o_k, m_tile = locate_keys(NUM_KEYS, H, K, BK, ROWS)
     o_inner = o_head[:, None] * K + o_k[None, :]
     b_x = tl.load(p_x + o_token[:, None] * X_STRIDE + o_inner, mask=m_tile, other=0.0).to(tl.float32)
