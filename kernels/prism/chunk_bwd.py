@@ -65,25 +65,26 @@ def query_grad_kernel(
     b_grad_query, b_diagonals = tl.zeros((C, BK), tl.float32), tl.zeros((C, 4), tl.float32)
     o_m = tl.arange(0, 4)[None, :]
     for i_l in tl.static_range(M):
-        b_key = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
-        b_attend = tl.dot(b_key, tl.trans(b_query), input_precision=PRECISION) * scale
-        b_attend = (b_attend * decay_between_transposed(b_total, b_segment, o_c, False)).to(dtype)
-        if i_l > 0:
-            p_attend_l = p_attend + (i_chunk * (M - 1) + (i_l - 1)) * C * C
-            store_tile(p_attend_l, b_attend, o_c, m_c, C, o_c, m_c)
         p_written = p_value + i_chunk * V * C if i_l == 0 else p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
+        b_key = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
         b_pair = tl.zeros((C, C), tl.float32)
         for i_v in tl.static_range(NV):
             o_v = i_v * BV + tl.arange(0, BV)
             m_v = o_v < V
             b_grad_out = load_tile(p_grad_out, o_c, m_t, H * V, o_v, m_v)
             b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
-            b_pair = tl.dot(b_grad_out, b_written, b_pair, input_precision=PRECISION)
+            if i_v == 0:
+                b_attend = tl.dot(b_key, tl.trans(b_query), input_precision=PRECISION) * scale
+                b_attend = (b_attend * decay_between_transposed(b_total, b_segment, o_c, False)).to(dtype)
             if i_l == 0:
+                b_state = load_tile(p_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
                 b_local = tl.dot(b_attend, b_grad_out, input_precision=PRECISION)
                 store_transposed(p_grad_value + i_chunk * V * C, b_local, o_c, C, o_v, m_v)
-                b_state = load_tile(p_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
                 b_grad_query = tl.dot(b_grad_out, b_state, b_grad_query, input_precision=PRECISION)
+            b_pair = tl.dot(b_grad_out, b_written, b_pair, input_precision=PRECISION)
+        if i_l > 0:
+            p_attend_l = p_attend + (i_chunk * (M - 1) + (i_l - 1)) * C * C
+            store_tile(p_attend_l, b_attend, o_c, m_c, C, o_c, m_c)
         if i_l == 0:
             b_grad_query *= b_entry[:, None]
         b_pair *= scale
@@ -167,35 +168,42 @@ def write_grad_kernel(
 
     b_inverse = load_tile(p_inverse + i_chunk * C * C, o_c, m_c, C, o_c, m_c)
     b_value = load_tile(p_grad_value + i_chunk * V * C, o_v, m_v, C, o_c, m_c)
-    b_lambda = tl.dot(tl.trans(b_inverse), tl.trans(b_value), input_precision=PRECISION).to(dtype)
-    store_tile(p_lambda + i_chunk * C * V, b_lambda, o_c, m_c, V, o_v, m_v)
+    b_residual = load_tile(p_residual, o_c, m_t, H * V, o_v, m_v)
+    if M > 1:
+        b_grad_state = load_tile(p_grad_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
+        b_grad_out = load_tile(p_grad_out + (i_token * H + i_h) * V, o_c, m_t, H * V, o_v, m_v)
+        b_exit = tl.load(p_exit + i_chunk * C + o_c)
     b_carried = tl.zeros((C, BV), tl.float32)
     for i_l in tl.static_range(M - 1, -1, -1):
-        if i_l == 0:
-            b_grad = b_lambda.to(tl.float32)
-        else:
+        b_step = tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
+        if i_l > 0:
             i_pair = i_chunk * (M - 1) + (i_l - 1)
             p_key_l = p_key + ((i_token * M + i_l) * H + i_h) * K
             b_key = load_tile(p_key_l, o_c, m_t, M * H * K, o_k, m_k)
-            b_grad_state = load_tile(p_grad_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
-            b_grad = tl.dot(b_key, tl.trans(b_grad_state), input_precision=PRECISION)
-            b_grad *= tl.load(p_exit + i_chunk * C + o_c)[:, None]
             b_attend = load_tile(p_attend + i_pair * C * C, o_c, m_c, C, o_c, m_c)
-            b_grad_out = load_tile(p_grad_out + (i_token * H + i_h) * V, o_c, m_t, H * V, o_v, m_v)
-            b_grad = tl.dot(b_attend, b_grad_out, b_grad, input_precision=PRECISION)
             b_forget = load_tile(p_forget + i_pair * C * C, o_c, m_c, C, o_c, m_c)
+        if L > 0:
+            b_gain = load_tile(p_gain + i_l * H * V, o_c, m_t, L * H * V, o_v, m_v)
+        if i_l == M - 1:
+            b_lambda = tl.dot(tl.trans(b_inverse), tl.trans(b_value), input_precision=PRECISION).to(dtype)
+            store_tile(p_lambda + i_chunk * C * V, b_lambda, o_c, m_c, V, o_v, m_v)
+        if i_l == 0:
+            b_grad = b_lambda.to(tl.float32)
+        else:
+            b_grad = tl.dot(b_key, tl.trans(b_grad_state), input_precision=PRECISION) * b_exit[:, None]
+            b_grad = tl.dot(b_attend, b_grad_out, b_grad, input_precision=PRECISION)
             b_grad = tl.dot(tl.trans(b_forget), b_lambda, b_grad, input_precision=PRECISION)
-        b_left = load_tile(p_residual, o_c, m_t, H * V, o_v, m_v).to(tl.float32)
+        b_left = b_residual.to(tl.float32)
         if L > 0:
             for i_m in tl.static_range(i_l):
-                b_gain = load_tile(p_gain + i_m * H * V, o_c, m_t, L * H * V, o_v, m_v).to(tl.float32)
-                b_left -= activate(b_gain * b_left, GELU)
-            b_gain = load_tile(p_gain + i_l * H * V, o_c, m_t, L * H * V, o_v, m_v).to(tl.float32)
+                b_before = load_tile(p_gain + i_m * H * V, o_c, m_t, L * H * V, o_v, m_v).to(tl.float32)
+                b_left -= activate(b_before * b_left, GELU)
+            b_gain = b_gain.to(tl.float32)
             b_write, b_slope = activate_with_slope(b_gain * b_left, GELU)
         else:
             b_write = b_left
         tl.store(p_grad_step + i_l * H + o_c * M * H, tl.sum(b_grad * b_write, 1), mask=m_t)
-        b_grad *= tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)[:, None]
+        b_grad *= b_step[:, None]
         if L > 0:
             b_slope *= b_grad - b_carried
             store_tile(p_grad_gain + i_l * H * V, b_slope * b_left, o_c, m_t, L * H * V, o_v, m_v)
@@ -224,45 +232,48 @@ def key_grad_kernel(
     p_state, p_grad_state = p_state + i_chunk * V * K, p_grad_state + i_chunk * V * K
     p_lambda += i_chunk * C * V
 
-    b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
-    b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
     b_step = tl.load(p_step + i_token * M * H + i_h + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
-    b_total = tl.load(p_total + i_chunk * C + o_c)
+    b_total, b_carry = tl.load(p_total + i_chunk * C + o_c), tl.load(p_carry + i_chunk)
+    b_entry, b_exit = tl.load(p_entry + i_chunk * C + o_c), tl.load(p_exit + i_chunk * C + o_c)
     b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
     b_read, b_through = tl.zeros((C, BK), tl.float32), 0.0
     b_inside, b_leaving = tl.load(p_inside + i_chunk * C + o_c), tl.zeros((C,), tl.float32)
     b_inside = tl.where(i_k == 0, b_inside, 0.0)
     for i_l in tl.static_range(M - 1, -1, -1):
         p_written = p_value + i_chunk * V * C if i_l == 0 else p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
+        b_diagonal = tl.load(p_diagonal + (i_chunk * M + i_l) * C + o_c)
         b_grad, b_erased_t = tl.zeros((C, BK), tl.float32), tl.zeros((C, C), tl.float32)
         b_erased, b_seen = tl.zeros((C, C), tl.float32), tl.zeros((C, BK), tl.float32)
         for i_v in tl.static_range(NV):
             o_v = i_v * BV + tl.arange(0, BV)
             m_v = o_v < V
             b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
-            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_v, m_v)
             b_grad_state = load_tile(p_grad_state, o_v, m_v, K, o_k, m_k)
+            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_v, m_v)
             b_grad = tl.dot(tl.trans(b_written), b_grad_state, b_grad, input_precision=PRECISION)
-            b_erased_t = tl.dot(tl.trans(b_written), tl.trans(b_lambda), b_erased_t, input_precision=PRECISION)
-            b_erased = tl.dot(b_lambda, b_written, b_erased, input_precision=PRECISION)
             if i_l == 0:
                 b_state = load_tile(p_state, o_v, m_v, K, o_k, m_k)
                 b_through += tl.sum(b_state.to(tl.float32) * b_grad_state.to(tl.float32))
+            if i_v == NV - 1:
+                b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
+                b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
+                b_pair = load_tile(p_pair + (i_chunk * M + i_l) * C * C, o_c, m_c, C, o_c, m_c)
+                b_key_l = b_key if i_l == 0 else load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
+            b_erased_t = tl.dot(tl.trans(b_written), tl.trans(b_lambda), b_erased_t, input_precision=PRECISION)
+            b_erased = tl.dot(b_lambda, b_written, b_erased, input_precision=PRECISION)
+            if i_l == 0:
                 b_seen = tl.dot(b_lambda, b_state, b_seen, input_precision=PRECISION)
-        b_key_l = b_key if i_l == 0 else load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
-        b_grad *= tl.load(p_exit + i_chunk * C + o_c)[:, None]
+        b_grad *= b_exit[:, None]
         b_leaving += tl.sum(b_grad * b_key_l.to(tl.float32), 1)
         b_erased_t *= decay_between_transposed(b_total, b_segment, o_c, True) * -b_step[None, :]
         b_pairs = tl.dot(b_erased_t.to(dtype), b_key, input_precision=PRECISION)
-        b_pair = load_tile(p_pair + (i_chunk * M + i_l) * C * C, o_c, m_c, C, o_c, m_c)
         b_pairs = tl.dot(tl.trans(b_pair), b_query, b_pairs, input_precision=PRECISION)
         b_inside -= tl.sum(b_pairs * b_key_l.to(tl.float32), 1)
-        b_diagonal = tl.load(p_diagonal + (i_chunk * M + i_l) * C + o_c)
         b_grad += b_pairs + b_diagonal[:, None] * b_query.to(tl.float32)
         b_erased = (b_erased * -decay_between(b_total, b_segment, o_c, True)).to(dtype)
         b_read = tl.dot(b_erased, b_key_l, b_read, input_precision=PRECISION)
         if i_l == 0:
-            b_read -= b_seen * tl.load(p_entry + i_chunk * C + o_c)[:, None]
+            b_read -= b_seen * b_entry[:, None]
             b_erase = tl.sum(b_read * b_key.to(tl.float32), 1)
             b_inside += b_erase * b_step
             b_grad += b_read * b_step[:, None]
@@ -270,7 +281,7 @@ def key_grad_kernel(
     i_vector = (i_k * num_tokens + i_token) * H + i_h
     tl.store(p_grad_erase + i_vector + o_c * H, b_erase, mask=m_t)
     b_before = tl.sum(tl.where(o_c[:, None] > o_c[None, :], b_leaving[None, :], 0.0), 1)
-    b_grad_decay = tl.cumsum(b_inside, 0, reverse=True) + b_before + b_through * tl.load(p_carry + i_chunk)
+    b_grad_decay = tl.cumsum(b_inside, 0, reverse=True) + b_before + b_through * b_carry
     tl.store(p_grad_decay + i_vector + o_c * H, b_grad_decay, mask=m_t)
 
 

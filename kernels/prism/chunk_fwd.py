@@ -89,24 +89,25 @@ def write_kernel(
     p_step += i_token * M * H + i_h
 
     b_residual = load_tile(p_residual + (i_token * H + i_h) * V, o_c, m_t, H * V, o_v, m_v).to(tl.float32)
+    b_inverse = load_tile(p_inverse + i_chunk * C * C, o_c, m_c, C, o_c, m_c)
     for i_l in tl.static_range(M):
+        if i_l > 0:
+            i_pair = i_chunk * (M - 1) + (i_l - 1)
+            b_forget = load_tile(p_forget + i_pair * C * C, o_c, m_c, C, o_c, m_c)
+        b_step = tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
         b_write = b_residual
         if L > 0:
             p_gain_l = p_gain + ((i_token * L + i_l) * H + i_h) * V
             b_gain = load_tile(p_gain_l, o_c, m_t, L * H * V, o_v, m_v).to(tl.float32)
             b_write = activate(b_gain * b_residual, GELU)
             b_residual -= b_write
-        b_step = tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
         b_write *= b_step[:, None]
         if i_l == 0:
             b_source = b_write
         else:
-            i_pair = i_chunk * (M - 1) + (i_l - 1)
             b_pure = b_write.to(dtype)
             store_transposed(p_write + i_pair * V * C, b_pure, o_c, C, o_v, m_v)
-            b_forget = load_tile(p_forget + i_pair * C * C, o_c, m_c, C, o_c, m_c)
             b_source = tl.dot(b_forget, b_pure, b_source, input_precision=PRECISION)
-    b_inverse = load_tile(p_inverse + i_chunk * C * C, o_c, m_c, C, o_c, m_c)
     b_value = tl.dot(b_inverse, b_source.to(dtype), input_precision=PRECISION)
     store_transposed(p_value + i_chunk * V * C, b_value, o_c, C, o_v, m_v)
 
