@@ -48,6 +48,7 @@ def query_grad_kernel(
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """One chunk: the gradient of its queries, and every product that needs dO but not the gradient of a state."""
     NV: tl.constexpr = (V + BV - 1) // BV
     _, i_n, i_b, i_h = locate_chunk(N, H, 1)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
@@ -76,12 +77,12 @@ def query_grad_kernel(
             if i_v == 0:
                 b_attend = tl.dot(b_key, tl.trans(b_query), input_precision=PRECISION) * scale
                 b_attend = (b_attend * decay_between_transposed(b_total, b_segment, o_c, False)).to(dtype)
+            b_pair = tl.dot(b_grad_out, b_written, b_pair, input_precision=PRECISION)
             if i_l == 0:
-                b_state = load_tile(p_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
                 b_local = tl.dot(b_attend, b_grad_out, input_precision=PRECISION)
                 store_transposed(p_grad_value + i_chunk * V * C, b_local, o_c, C, o_v, m_v)
+                b_state = load_tile(p_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
                 b_grad_query = tl.dot(b_grad_out, b_state, b_grad_query, input_precision=PRECISION)
-            b_pair = tl.dot(b_grad_out, b_written, b_pair, input_precision=PRECISION)
         if i_l > 0:
             p_attend_l = p_attend + (i_chunk * (M - 1) + (i_l - 1)) * C * C
             store_tile(p_attend_l, b_attend, o_c, m_c, C, o_c, m_c)
@@ -94,6 +95,7 @@ def query_grad_kernel(
         b_diagonals += tl.where(o_m == i_l, b_diagonal[:, None], 0.0)
         store_tile(p_pair + (i_chunk * M + i_l) * C * C, b_low, o_c, m_c, C, o_c, m_c)
         tl.store(p_diagonal + (i_chunk * M + i_l) * C + o_c, b_diagonal)
+    b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
     tl.store(p_inside + i_chunk * C + o_c, tl.sum(b_grad_query * b_query.to(tl.float32), 1))
     for i_l in tl.static_range(M):
         b_key = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
@@ -109,6 +111,8 @@ def state_grad_kernel(
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """One block of values of one head, last chunk first: stores the gradient of the state after each chunk and turns
+    P^T dO into dV'."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0).to(tl.int64)
     i_v, i_head = (i_program % NV).to(tl.int32), i_program // NV
@@ -156,6 +160,7 @@ def write_grad_kernel(
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     GELU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """One block of values of one chunk: lambda, dE_l, and the solver's loop backwards, recomputed from its inputs."""
     i_v, i_n, i_b, i_h = locate_chunk(N, H, (V + BV - 1) // BV)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)
@@ -222,6 +227,7 @@ def key_grad_kernel(
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """One block of key columns of one chunk: the gradients of its keys, and row sums for step size and log decay."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_k, i_n, i_b, i_h = locate_chunk(N, H, (K + BK - 1) // BK)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
@@ -236,52 +242,65 @@ def key_grad_kernel(
     b_total, b_carry = tl.load(p_total + i_chunk * C + o_c), tl.load(p_carry + i_chunk)
     b_entry, b_exit = tl.load(p_entry + i_chunk * C + o_c), tl.load(p_exit + i_chunk * C + o_c)
     b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
-    b_read, b_through = tl.zeros((C, BK), tl.float32), 0.0
+    b_read = tl.zeros((C, BK), tl.float32)
     b_inside, b_leaving = tl.load(p_inside + i_chunk * C + o_c), tl.zeros((C,), tl.float32)
     b_inside = tl.where(i_k == 0, b_inside, 0.0)
     for i_l in tl.static_range(M - 1, -1, -1):
         p_written = p_value + i_chunk * V * C if i_l == 0 else p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
         b_diagonal = tl.load(p_diagonal + (i_chunk * M + i_l) * C + o_c)
-        b_grad, b_erased_t = tl.zeros((C, BK), tl.float32), tl.zeros((C, C), tl.float32)
-        b_erased, b_seen = tl.zeros((C, C), tl.float32), tl.zeros((C, BK), tl.float32)
+        b_grad = tl.zeros((C, BK), tl.float32)
         for i_v in tl.static_range(NV):
             o_v = i_v * BV + tl.arange(0, BV)
             m_v = o_v < V
             b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
             b_grad_state = load_tile(p_grad_state, o_v, m_v, K, o_k, m_k)
-            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_v, m_v)
             b_grad = tl.dot(tl.trans(b_written), b_grad_state, b_grad, input_precision=PRECISION)
-            if i_l == 0:
-                b_state = load_tile(p_state, o_v, m_v, K, o_k, m_k)
-                b_through += tl.sum(b_state.to(tl.float32) * b_grad_state.to(tl.float32))
-            if i_v == NV - 1:
-                b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
-                b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
-                b_pair = load_tile(p_pair + (i_chunk * M + i_l) * C * C, o_c, m_c, C, o_c, m_c)
-                b_key_l = b_key if i_l == 0 else load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
-            b_erased_t = tl.dot(tl.trans(b_written), tl.trans(b_lambda), b_erased_t, input_precision=PRECISION)
-            b_erased = tl.dot(b_lambda, b_written, b_erased, input_precision=PRECISION)
-            if i_l == 0:
-                b_seen = tl.dot(b_lambda, b_state, b_seen, input_precision=PRECISION)
+        b_key_l = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
         b_grad *= b_exit[:, None]
         b_leaving += tl.sum(b_grad * b_key_l.to(tl.float32), 1)
-        b_erased_t *= decay_between_transposed(b_total, b_segment, o_c, True) * -b_step[None, :]
-        b_pairs = tl.dot(b_erased_t.to(dtype), b_key, input_precision=PRECISION)
+
+        b_erased = tl.zeros((C, C), tl.float32)
+        for i_v in tl.static_range(NV):
+            o_v = i_v * BV + tl.arange(0, BV)
+            m_v = o_v < V
+            b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
+            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_v, m_v)
+            b_erased = tl.dot(tl.trans(b_written), tl.trans(b_lambda), b_erased, input_precision=PRECISION)
+        b_erased *= decay_between_transposed(b_total, b_segment, o_c, True) * -b_step[None, :]
+        b_key = b_key_l if i_l == 0 else load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
+        b_pairs = tl.dot(b_erased.to(dtype), b_key, input_precision=PRECISION)
+        b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
+        b_pair = load_tile(p_pair + (i_chunk * M + i_l) * C * C, o_c, m_c, C, o_c, m_c)
         b_pairs = tl.dot(tl.trans(b_pair), b_query, b_pairs, input_precision=PRECISION)
         b_inside -= tl.sum(b_pairs * b_key_l.to(tl.float32), 1)
         b_grad += b_pairs + b_diagonal[:, None] * b_query.to(tl.float32)
-        b_erased = (b_erased * -decay_between(b_total, b_segment, o_c, True)).to(dtype)
-        b_read = tl.dot(b_erased, b_key_l, b_read, input_precision=PRECISION)
+
+        b_erased = tl.zeros((C, C), tl.float32)
+        for i_v in tl.static_range(NV):
+            o_v = i_v * BV + tl.arange(0, BV)
+            m_v = o_v < V
+            b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
+            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_v, m_v)
+            b_erased = tl.dot(b_lambda, b_written, b_erased, input_precision=PRECISION)
+            if i_l == 0:
+                b_state = load_tile(p_state, o_v, m_v, K, o_k, m_k)
+                b_seen = (b_lambda.to(tl.float32) * -b_entry[:, None]).to(dtype)
+                b_read = tl.dot(b_seen, b_state, b_read, input_precision=PRECISION)
+        b_erased *= -decay_between(b_total, b_segment, o_c, True)
+        b_read = tl.dot(b_erased.to(dtype), b_key_l, b_read, input_precision=PRECISION)
         if i_l == 0:
-            b_read -= b_seen * b_entry[:, None]
-            b_erase = tl.sum(b_read * b_key.to(tl.float32), 1)
+            b_erase = tl.sum(b_read * b_key_l.to(tl.float32), 1)
             b_inside += b_erase * b_step
             b_grad += b_read * b_step[:, None]
         store_tile(p_grad_key + i_l * H * K, b_grad, o_c, m_t, M * H * K, o_k, m_k)
     i_vector = (i_k * num_tokens + i_token) * H + i_h
     tl.store(p_grad_erase + i_vector + o_c * H, b_erase, mask=m_t)
+    o_s, b_through = tl.arange(0, 16), tl.zeros((16, BK), tl.float32)
+    for i_v in range(0, V, 16):
+        b_rows = load_tile(p_state, i_v + o_s, o_s >= 0, K, o_k, m_k).to(tl.float32)
+        b_through += b_rows * load_tile(p_grad_state, i_v + o_s, o_s >= 0, K, o_k, m_k).to(tl.float32)
     b_before = tl.sum(tl.where(o_c[:, None] > o_c[None, :], b_leaving[None, :], 0.0), 1)
-    b_grad_decay = tl.cumsum(b_inside, 0, reverse=True) + b_before + b_through * b_carry
+    b_grad_decay = tl.cumsum(b_inside, 0, reverse=True) + b_before + tl.sum(b_through) * b_carry
     tl.store(p_grad_decay + i_vector + o_c * H, b_grad_decay, mask=m_t)
 
 

@@ -41,6 +41,7 @@ def solve_kernel(
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """One chunk of one head: its decays, T, -w and, for the pairs from the second on, -B_l."""
     _, i_n, i_b, i_h = locate_chunk(N, H, 1)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
@@ -81,6 +82,7 @@ def write_kernel(
     L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     GELU: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """One block of values of one chunk: the solver's loop, E_l for l >= 2 and u, both stored transposed."""
     i_v, i_n, i_b, i_h = locate_chunk(N, H, (V + BV - 1) // BV)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
     o_c, o_v = tl.arange(0, C), i_v * BV + tl.arange(0, BV)
@@ -119,6 +121,7 @@ def state_kernel(
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_ENTRY: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """One block of values of one head, chunk after chunk: stores the state before each chunk and turns u into V'."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0).to(tl.int64)
     i_v, i_head = (i_program % NV).to(tl.int32), i_program // NV
@@ -169,6 +172,7 @@ def output_kernel(
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """One block of values of one chunk: what its queries read from the state and from its own writes."""
     i_v, i_n, i_b, i_h = locate_chunk(N, H, (V + BV - 1) // BV)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
     o_c, o_k, o_v = tl.arange(0, C), tl.arange(0, BK), i_v * BV + tl.arange(0, BV)

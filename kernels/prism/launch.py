@@ -37,20 +37,13 @@ CANDIDATES: dict[str, list[Launch]] = {
     "write": [Launch(block_v=64, num_warps=4), Launch(block_v=64, num_warps=8)],
     "state": [Launch(block_v=64, num_warps=4, num_stages=3), Launch(block_v=128, num_warps=8, num_stages=2)],
     "output": [Launch(num_warps=4, max_registers=168), Launch(num_warps=4)],
-    "query_grad": [Launch(num_warps=4), Launch(block_v=64, num_warps=4), Launch(num_warps=8)],
+    "query_grad": [Launch(num_warps=4), Launch(num_warps=4, max_registers=168), Launch(block_v=64, num_warps=4)],
     "state_grad": [Launch(block_v=64, num_warps=4, num_stages=3), Launch(block_v=128, num_warps=8, num_stages=2)],
     "write_grad": [
         Launch(block_v=64, num_warps=8, max_registers=128),
-        Launch(block_v=64, num_warps=8),
-        Launch(block_v=64, num_warps=8, max_registers=80),
         Launch(block_v=64, num_warps=4),
     ],
-    "key_grad": [
-        Launch(block_k=64, num_warps=4),
-        Launch(block_v=64, block_k=64, num_warps=4),
-        Launch(block_k=64, num_warps=8, max_registers=128),
-        Launch(block_k=64, num_warps=8),
-    ],
+    "key_grad": [Launch(block_k=64, num_warps=4), Launch(block_v=64, block_k=64, num_warps=4)],
 }
 WIDE = Launch(block_v=64, block_k=64, num_warps=4, num_stages=1)
 _overrides: dict[str, Launch] = {}
