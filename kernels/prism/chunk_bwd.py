@@ -26,7 +26,7 @@ import triton.language as tl
 
 from kernels import allocate
 from kernels.prism.chunk_fwd import PRECISION, Decays, Sizes, Solved
-from kernels.prism.launch import choose, round_up
+from kernels.prism.launch import choose
 from kernels.prism.tiles import (
     activate,
     activate_with_slope,
@@ -66,26 +66,25 @@ def query_grad_kernel(
     b_grad_query, b_diagonals = tl.zeros((C, BK), tl.float32), tl.zeros((C, 4), tl.float32)
     o_m = tl.arange(0, 4)[None, :]
     for i_l in tl.static_range(M):
-        p_written = p_value + i_chunk * V * C if i_l == 0 else p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
         b_key = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
+        b_attend = tl.dot(b_key, tl.trans(b_query), input_precision=PRECISION) * scale
+        b_attend = (b_attend * decay_between_transposed(b_total, b_segment, o_c, False)).to(dtype)
+        if i_l > 0:
+            p_attend_l = p_attend + (i_chunk * (M - 1) + (i_l - 1)) * C * C
+            store_tile(p_attend_l, b_attend, o_c, m_c, C, o_c, m_c)
+        p_written = p_value + i_chunk * V * C if i_l == 0 else p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
         b_pair = tl.zeros((C, C), tl.float32)
         for i_v in tl.static_range(NV):
             o_v = i_v * BV + tl.arange(0, BV)
             m_v = o_v < V
             b_grad_out = load_tile(p_grad_out, o_c, m_t, H * V, o_v, m_v)
             b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
-            if i_v == 0:
-                b_attend = tl.dot(b_key, tl.trans(b_query), input_precision=PRECISION) * scale
-                b_attend = (b_attend * decay_between_transposed(b_total, b_segment, o_c, False)).to(dtype)
             b_pair = tl.dot(b_grad_out, b_written, b_pair, input_precision=PRECISION)
             if i_l == 0:
                 b_local = tl.dot(b_attend, b_grad_out, input_precision=PRECISION)
                 store_transposed(p_grad_value + i_chunk * V * C, b_local, o_c, C, o_v, m_v)
                 b_state = load_tile(p_state + i_chunk * V * K, o_v, m_v, K, o_k, m_k)
                 b_grad_query = tl.dot(b_grad_out, b_state, b_grad_query, input_precision=PRECISION)
-        if i_l > 0:
-            p_attend_l = p_attend + (i_chunk * (M - 1) + (i_l - 1)) * C * C
-            store_tile(p_attend_l, b_attend, o_c, m_c, C, o_c, m_c)
         if i_l == 0:
             b_grad_query *= b_entry[:, None]
         b_pair *= scale
@@ -95,7 +94,6 @@ def query_grad_kernel(
         b_diagonals += tl.where(o_m == i_l, b_diagonal[:, None], 0.0)
         store_tile(p_pair + (i_chunk * M + i_l) * C * C, b_low, o_c, m_c, C, o_c, m_c)
         tl.store(p_diagonal + (i_chunk * M + i_l) * C + o_c, b_diagonal)
-    b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
     tl.store(p_inside + i_chunk * C + o_c, tl.sum(b_grad_query * b_query.to(tl.float32), 1))
     for i_l in tl.static_range(M):
         b_key = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
@@ -238,69 +236,53 @@ def key_grad_kernel(
     p_state, p_grad_state = p_state + i_chunk * V * K, p_grad_state + i_chunk * V * K
     p_lambda += i_chunk * C * V
 
+    b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
+    b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
     b_step = tl.load(p_step + i_token * M * H + i_h + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
-    b_total, b_carry = tl.load(p_total + i_chunk * C + o_c), tl.load(p_carry + i_chunk)
-    b_entry, b_exit = tl.load(p_entry + i_chunk * C + o_c), tl.load(p_exit + i_chunk * C + o_c)
+    b_total = tl.load(p_total + i_chunk * C + o_c)
     b_segment = load_segments(p_start + i_token, o_c, m_t, HAS_DOCUMENTS)
-    b_read = tl.zeros((C, BK), tl.float32)
+    b_read, b_through = tl.zeros((C, BK), tl.float32), 0.0
     b_inside, b_leaving = tl.load(p_inside + i_chunk * C + o_c), tl.zeros((C,), tl.float32)
     b_inside = tl.where(i_k == 0, b_inside, 0.0)
     for i_l in tl.static_range(M - 1, -1, -1):
         p_written = p_value + i_chunk * V * C if i_l == 0 else p_write + (i_chunk * (M - 1) + (i_l - 1)) * V * C
-        b_diagonal = tl.load(p_diagonal + (i_chunk * M + i_l) * C + o_c)
-        b_grad = tl.zeros((C, BK), tl.float32)
+        b_grad, b_erased_t = tl.zeros((C, BK), tl.float32), tl.zeros((C, C), tl.float32)
+        b_erased, b_seen = tl.zeros((C, C), tl.float32), tl.zeros((C, BK), tl.float32)
         for i_v in tl.static_range(NV):
             o_v = i_v * BV + tl.arange(0, BV)
             m_v = o_v < V
             b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
+            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_v, m_v)
             b_grad_state = load_tile(p_grad_state, o_v, m_v, K, o_k, m_k)
             b_grad = tl.dot(tl.trans(b_written), b_grad_state, b_grad, input_precision=PRECISION)
-        b_key_l = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
-        b_grad *= b_exit[:, None]
-        b_leaving += tl.sum(b_grad * b_key_l.to(tl.float32), 1)
-
-        b_erased = tl.zeros((C, C), tl.float32)
-        for i_v in tl.static_range(NV):
-            o_v = i_v * BV + tl.arange(0, BV)
-            m_v = o_v < V
-            b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
-            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_v, m_v)
-            b_erased = tl.dot(tl.trans(b_written), tl.trans(b_lambda), b_erased, input_precision=PRECISION)
-        b_erased *= decay_between_transposed(b_total, b_segment, o_c, True) * -b_step[None, :]
-        b_key = b_key_l if i_l == 0 else load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
-        b_pairs = tl.dot(b_erased.to(dtype), b_key, input_precision=PRECISION)
-        b_query = load_tile(p_query + (i_token * H + i_h) * K, o_c, m_t, H * K, o_k, m_k)
-        b_pair = load_tile(p_pair + (i_chunk * M + i_l) * C * C, o_c, m_c, C, o_c, m_c)
-        b_pairs = tl.dot(tl.trans(b_pair), b_query, b_pairs, input_precision=PRECISION)
-        b_inside -= tl.sum(b_pairs * b_key_l.to(tl.float32), 1)
-        b_grad += b_pairs + b_diagonal[:, None] * b_query.to(tl.float32)
-
-        b_erased = tl.zeros((C, C), tl.float32)
-        for i_v in tl.static_range(NV):
-            o_v = i_v * BV + tl.arange(0, BV)
-            m_v = o_v < V
-            b_written = load_tile(p_written, o_v, m_v, C, o_c, m_c)
-            b_lambda = load_tile(p_lambda, o_c, m_c, V, o_v, m_v)
+            b_erased_t = tl.dot(tl.trans(b_written), tl.trans(b_lambda), b_erased_t, input_precision=PRECISION)
             b_erased = tl.dot(b_lambda, b_written, b_erased, input_precision=PRECISION)
             if i_l == 0:
                 b_state = load_tile(p_state, o_v, m_v, K, o_k, m_k)
-                b_seen = (b_lambda.to(tl.float32) * -b_entry[:, None]).to(dtype)
-                b_read = tl.dot(b_seen, b_state, b_read, input_precision=PRECISION)
-        b_erased *= -decay_between(b_total, b_segment, o_c, True)
-        b_read = tl.dot(b_erased.to(dtype), b_key_l, b_read, input_precision=PRECISION)
+                b_through += tl.sum(b_state.to(tl.float32) * b_grad_state.to(tl.float32))
+                b_seen = tl.dot(b_lambda, b_state, b_seen, input_precision=PRECISION)
+        b_key_l = b_key if i_l == 0 else load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
+        b_grad *= tl.load(p_exit + i_chunk * C + o_c)[:, None]
+        b_leaving += tl.sum(b_grad * b_key_l.to(tl.float32), 1)
+        b_erased_t *= decay_between_transposed(b_total, b_segment, o_c, True) * -b_step[None, :]
+        b_pairs = tl.dot(b_erased_t.to(dtype), b_key, input_precision=PRECISION)
+        b_pair = load_tile(p_pair + (i_chunk * M + i_l) * C * C, o_c, m_c, C, o_c, m_c)
+        b_pairs = tl.dot(tl.trans(b_pair), b_query, b_pairs, input_precision=PRECISION)
+        b_inside -= tl.sum(b_pairs * b_key_l.to(tl.float32), 1)
+        b_diagonal = tl.load(p_diagonal + (i_chunk * M + i_l) * C + o_c)
+        b_grad += b_pairs + b_diagonal[:, None] * b_query.to(tl.float32)
+        b_erased = (b_erased * -decay_between(b_total, b_segment, o_c, True)).to(dtype)
+        b_read = tl.dot(b_erased, b_key_l, b_read, input_precision=PRECISION)
         if i_l == 0:
-            b_erase = tl.sum(b_read * b_key_l.to(tl.float32), 1)
+            b_read -= b_seen * tl.load(p_entry + i_chunk * C + o_c)[:, None]
+            b_erase = tl.sum(b_read * b_key.to(tl.float32), 1)
             b_inside += b_erase * b_step
             b_grad += b_read * b_step[:, None]
         store_tile(p_grad_key + i_l * H * K, b_grad, o_c, m_t, M * H * K, o_k, m_k)
     i_vector = (i_k * num_tokens + i_token) * H + i_h
     tl.store(p_grad_erase + i_vector + o_c * H, b_erase, mask=m_t)
-    o_s, b_through = tl.arange(0, 16), tl.zeros((16, BK), tl.float32)
-    for i_v in range(0, V, 16):
-        b_rows = load_tile(p_state, i_v + o_s, o_s >= 0, K, o_k, m_k).to(tl.float32)
-        b_through += b_rows * load_tile(p_grad_state, i_v + o_s, o_s >= 0, K, o_k, m_k).to(tl.float32)
     b_before = tl.sum(tl.where(o_c[:, None] > o_c[None, :], b_leaving[None, :], 0.0), 1)
-    b_grad_decay = tl.cumsum(b_inside, 0, reverse=True) + b_before + tl.sum(b_through) * b_carry
+    b_grad_decay = tl.cumsum(b_inside, 0, reverse=True) + b_before + b_through * tl.load(p_carry + i_chunk)
     tl.store(p_grad_decay + i_vector + o_c * H, b_grad_decay, mask=m_t)
 
 
@@ -378,7 +360,7 @@ def _run_query_grad(sizes: Sizes, saved: Saved, grad_out: torch.Tensor) -> Query
     query_grad_kernel[(P,)](
         saved.query, key, _documents(saved), saved.decays.total_PC, saved.decays.entry_PC,
         solved.value_PVC, solved.write_PMVC, solved.state_PVK, grad_out, *grads,
-        sizes.T, sizes.N, sizes.H, sizes.K**-0.5, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v,
+        sizes.T, sizes.N, sizes.H, sizes.K**-0.5, **sizes.widths(), BK=sizes.padded_key, BV=launch.block_v,
         HAS_DOCUMENTS=saved.document_start is not None, PRECISION=PRECISION,
         num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
@@ -394,7 +376,7 @@ def _run_state_grad(sizes, saved, grad_out, queries, grad_final):
     state_grad_kernel[(sizes.blocks(launch) * sizes.B * sizes.H,)](
         queries.read_query_PCK, key, decays.exit_PC, decays.carry_P, saved.solved.w_PCK, grad_out,
         queries.grad_value_PVC, grad_entry if grad_final is None else grad_final, grad_state, grad_entry,
-        sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v,
+        sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=sizes.padded_key, BV=launch.block_v,
         HAS_FINAL=grad_final is not None, PRECISION=PRECISION, STAGES=launch.num_stages,
         num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
@@ -412,7 +394,7 @@ def _run_write_grad(sizes, saved, grad_out, queries, grad_state, gelu):
         key, saved.residual, gain, saved.step_size, saved.decays.exit_PC, solved.inverse_PCC, solved.forget_PMCC,
         queries.attend_PMCC, grad_out, queries.grad_value_PVC, grad_state, grad_lambda, *grads, steps,
         sizes.T, sizes.N, sizes.H, sizes.B * sizes.T, L=0 if saved.gain is None else sizes.M,
-        **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v, GELU=gelu,
+        **sizes.widths(), BK=sizes.padded_key, BV=launch.block_v, GELU=gelu,
         PRECISION=PRECISION, num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
     return grad_lambda, *grads, steps

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels import allocate
-from kernels.prism.launch import Launch, Shape, choose, round_up
+from kernels.prism.launch import Launch, Shape, choose, pad_width
 from kernels.prism.tiles import (
     activate,
     decay_between,
@@ -252,7 +252,12 @@ class Sizes(NamedTuple):
 
     def shape(self, tensor: torch.Tensor) -> Shape:
         """What launches are chosen by."""
-        return Shape(self.M, self.K, self.V, tensor.element_size())
+        return Shape(self.M, self.K, self.V, tensor.element_size(), self.C)
+
+    @property
+    def padded_key(self) -> int:
+        """Key columns of a tile that holds whole keys."""
+        return pad_width(self.K, self.C)
 
     def blocks(self, launch: Launch) -> int:
         """Blocks of values."""
@@ -291,7 +296,7 @@ def _solve(sizes, key, step_size, log_decay, document_start):
     launch = choose("solve", sizes.shape(key))
     solve_kernel[(P,)](
         key, step_size, log_decay, key if document_start is None else document_start, *decays, inverse, w, forget,
-        sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=round_up(sizes.K),
+        sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=sizes.padded_key,
         HAS_DOCUMENTS=document_start is not None, PRECISION=PRECISION,
         SOLVE_PRECISION="tf32x3" if key.dtype == torch.float32 else "tf32",
         num_warps=launch.num_warps, maxnreg=launch.max_registers,
@@ -319,7 +324,7 @@ def _run_state(sizes, key, decays, w, value, write, entry_state):
     state_kernel[(sizes.blocks(launch) * sizes.B * sizes.H,)](
         key, decays.exit_PC, decays.carry_P, w, value, write,
         final if entry_state is None else entry_state, state, final,
-        sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v,
+        sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=sizes.padded_key, BV=launch.block_v,
         HAS_ENTRY=entry_state is not None, PRECISION=PRECISION, STAGES=launch.num_stages,
         num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
@@ -332,7 +337,7 @@ def _read_out(sizes, query, key, decays, value, write, state, document_start):
     output_kernel[(sizes.blocks(launch) * sizes.chunks,)](
         query, key, key if document_start is None else document_start, decays.total_PC, decays.entry_PC,
         value, write, state, out,
-        sizes.T, sizes.N, sizes.H, sizes.K**-0.5, **sizes.widths(), BK=round_up(sizes.K), BV=launch.block_v,
+        sizes.T, sizes.N, sizes.H, sizes.K**-0.5, **sizes.widths(), BK=sizes.padded_key, BV=launch.block_v,
         HAS_DOCUMENTS=document_start is not None, PRECISION=PRECISION,
         num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip

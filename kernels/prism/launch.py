@@ -30,22 +30,23 @@ class Shape(NamedTuple):
     key_width: int
     value_width: int
     element_bytes: int
+    chunk_tokens: int
 
 
 CANDIDATES: dict[str, list[Launch]] = {
     "solve": [Launch(num_warps=4, max_registers=168), Launch(num_warps=4, max_registers=128)],
     "write": [Launch(block_v=64, num_warps=4), Launch(block_v=64, num_warps=8)],
-    "state": [Launch(block_v=64, num_warps=4, num_stages=3), Launch(block_v=128, num_warps=8, num_stages=2)],
-    "output": [Launch(num_warps=4, max_registers=168), Launch(num_warps=4)],
+    "state": [Launch(block_v=64, num_warps=4, num_stages=3), Launch(block_v=64, num_warps=4, num_stages=2)],
+    "output": [Launch(num_warps=4), Launch(num_warps=4, max_registers=168)],
     "query_grad": [Launch(num_warps=4), Launch(num_warps=4, max_registers=168), Launch(block_v=64, num_warps=4)],
     "state_grad": [Launch(block_v=64, num_warps=4, num_stages=3), Launch(block_v=128, num_warps=8, num_stages=2)],
-    "write_grad": [
-        Launch(block_v=64, num_warps=8, max_registers=128),
-        Launch(block_v=64, num_warps=4),
-    ],
+    "write_grad": [Launch(block_v=64, num_warps=4), Launch(block_v=64, num_warps=8, max_registers=128)],
     "key_grad": [Launch(block_k=64, num_warps=4), Launch(block_v=64, block_k=64, num_warps=4)],
 }
 WIDE = Launch(block_v=64, block_k=64, num_warps=4, num_stages=1)
+# Triton 3.6 gives Hopper's matrix unit wrong addresses for second operands narrower than this, and only chunks of as
+# many rows use that unit.
+MIN_UNIT_BLOCK = 64
 _overrides: dict[str, Launch] = {}
 
 
@@ -59,17 +60,20 @@ def choose(kernel: str, shape: Shape) -> Launch:
 
 
 def _fit(launch: Launch, shape: Shape) -> Launch:
-    """No block wider than the tensor, rounded up to a power of two."""
+    """Blocks no wider than the padded tensor, nor, in short chunks, than those; stages that fit in shared memory."""
+    most = launch.block_v if shape.chunk_tokens >= MIN_UNIT_BLOCK else shape.chunk_tokens
     return replace(
         launch,
-        block_v=min(launch.block_v, round_up(shape.value_width)),
-        block_k=min(launch.block_k, round_up(shape.key_width)),
+        block_v=min(launch.block_v, most, pad_width(shape.value_width, shape.chunk_tokens)),
+        block_k=min(launch.block_k, pad_width(shape.key_width, shape.chunk_tokens)),
+        num_stages=min(launch.num_stages, 3 if shape.num_pairs <= 2 else 2),
     )
 
 
-def round_up(width: int) -> int:
-    """The power of two at or above `width`."""
-    return 1 << (width - 1).bit_length()
+def pad_width(width: int, chunk_tokens: int) -> int:
+    """The power of two at or above `width` that a tile is padded to."""
+    padded = 1 << (width - 1).bit_length()
+    return max(padded, MIN_UNIT_BLOCK) if chunk_tokens >= MIN_UNIT_BLOCK else padded
 
 
 @contextmanager
