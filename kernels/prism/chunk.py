@@ -2,7 +2,7 @@
 
 Two custom operators, `prism::chunk_scan` and `prism::chunk_scan_backward`, so that compilers see one node each. The
 solver's loop is fused on both ways: besides its inputs the forward keeps, for each chunk, T, w, V' and the state at its
-start (kernels/README.md), and of the pairs from the second on E_l and B_l in the inputs' dtype.
+start (kernels/README.md), and of the pairs from the second on E_l and T B_l in the inputs' dtype.
 
 Dims: B batch, T tokens, H heads, K key width, V value width, L solver steps, M written pairs, C tokens in a chunk,
 P = B H ceil(T / C) chunks of all rows and heads.
@@ -84,7 +84,7 @@ def chunk_scan(
     Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """`prism_scan` on contiguous tensors: output, final state, then what the backward reads: four vectors of decays,
-    T (P, C, C), -w (P, C, K), -B_l (P, M - 1, C, C), V' (P, V, C), E_l (P, M - 1, V, C), states (P, V, K)."""
+    T (P, C, C), -w (P, C, K), -T B_l (P, M - 1, C, C), V' (P, V, C), E_l (P, M - 1, V, C), states (P, V, K)."""
     forward = run_forward(
         query, key, residual, gain, step_size, log_decay, entry_state, document_start,
         gelu=gelu, chunk_tokens=chunk_tokens,

@@ -4,7 +4,7 @@
         dq   = gamma dO S^T + P' k + sum P'_l K_l
     state gradient, last chunk first:     dV' = P^T dO + (e k) dS_next,  dS = gamma_C dS_next + (gamma q)^T dO - w^T dV'
     write gradients, every chunk at once: lambda = T^T dV', dE_1 = lambda,
-                                          dE_l = [Gam.(q K_l^T)]^T dO - B_l^T lambda + (e K_l) dS_next,
+                                          dE_l = [Gam.(q K_l^T)]^T dO + F_l^T dV' + (e K_l) dS_next,
                                           then the solver's loop backwards
     key gradients, every chunk at once:   with X = -tril(lambda V'^T, -1).Gs, X_l of E_l alike,
         y    = X k + sum X_l K_l - gamma lambda S^T                  (gradient of what reads the state, b k)
@@ -195,7 +195,7 @@ def write_grad_kernel(
         else:
             b_grad = tl.dot(b_key, tl.trans(b_grad_state), input_precision=PRECISION) * b_exit[:, None]
             b_grad = tl.dot(b_attend, b_grad_out, b_grad, input_precision=PRECISION)
-            b_grad = tl.dot(tl.trans(b_forget), b_lambda, b_grad, input_precision=PRECISION)
+            b_grad = tl.dot(tl.trans(b_forget), tl.trans(b_value), b_grad, input_precision=PRECISION)
         b_left = b_residual.to(tl.float32)
         if L > 0:
             for i_m in tl.static_range(i_l):

@@ -1,12 +1,15 @@
 """Forward kernels of the chunk form (kernels/README.md), V' written as u - w S with w = T (b gamma k):
 
-    solve, every chunk at once:     the decays, T, -w, and -B_l = -b Gs.(k K_l^T) for l >= 2
-    write, every chunk at once:     u = T (E_1 - sum_{l>=2} B_l E_l), and E_l for l >= 2
+    solve, every chunk at once:     the decays, T, -w, and F_l = -T B_l with B_l = b Gs.(k K_l^T), for l >= 2
+    write, every chunk at once:     u = T E_1 + sum_{l>=2} F_l E_l, and E_l for l >= 2
     state, one chunk after another: V' = u - w S,  S_next = gamma_C S + k^T (e V') + sum_{l>=2} K_l^T (e E_l)
     output, every chunk at once:    O = gamma q S + Gam.(q k^T) V' + sum_{l>=2} Gam.(q K_l^T) E_l
 
 The state is kept transposed, V x K, and so are u, V' and E_l: the products of the serial loop then take what the last
 one left in registers as their first operand.
+
+T B_l is rounded once, after products in fp32 or tf32: rounded apart, T and B_l E_l would not cancel where keys are
+alike.
 
 Dims: B batch, T tokens, H heads, K key width, V value width, L solver steps, M written pairs, C tokens in a chunk,
 N chunks of a row.
@@ -41,7 +44,7 @@ def solve_kernel(
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, SOLVE_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: its decays, T, -w and, for the pairs from the second on, -B_l."""
+    """One chunk of one head: its decays, T, -w and, for the pairs from the second on, F_l."""
     _, i_n, i_b, i_h = locate_chunk(N, H, 1)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
     o_c, o_k = tl.arange(0, C), tl.arange(0, BK)
@@ -63,12 +66,14 @@ def solve_kernel(
     b_key = load_tile(p_key, o_c, m_t, M * H * K, o_k, m_k)
     b_step = tl.load(p_step + i_token * M * H + i_h + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
     b_erase = decay_between(b_total, b_segment, o_c, True) * b_step[:, None]
+    b_strict = tl.dot(b_key, tl.trans(b_key), input_precision=PRECISION) * b_erase
+    b_inverse = invert_unit_lower(b_strict, C, SOLVE_PRECISION)
     for i_l in tl.static_range(1, M):
         b_key_l = load_tile(p_key + i_l * H * K, o_c, m_t, M * H * K, o_k, m_k)
         b_forget = tl.dot(b_key, tl.trans(b_key_l), input_precision=PRECISION) * -b_erase
+        b_forget = tl.dot(b_inverse, b_forget, input_precision=SOLVE_PRECISION)
         store_tile(p_forget + (i_chunk * (M - 1) + (i_l - 1)) * C * C, b_forget, o_c, m_c, C, o_c, m_c)
-    b_strict = tl.dot(b_key, tl.trans(b_key), input_precision=PRECISION) * b_erase
-    b_inverse = invert_unit_lower(b_strict, C, SOLVE_PRECISION).to(dtype)
+    b_inverse = b_inverse.to(dtype)
     store_tile(p_inverse + i_chunk * C * C, b_inverse, o_c, m_c, C, o_c, m_c)
     b_read = (b_key.to(tl.float32) * -(b_step * b_entry)[:, None]).to(dtype)
     b_w = tl.dot(b_inverse, b_read, input_precision=PRECISION)
@@ -91,11 +96,11 @@ def write_kernel(
     p_step += i_token * M * H + i_h
 
     b_residual = load_tile(p_residual + (i_token * H + i_h) * V, o_c, m_t, H * V, o_v, m_v).to(tl.float32)
-    b_inverse = load_tile(p_inverse + i_chunk * C * C, o_c, m_c, C, o_c, m_c)
+    b_value = tl.zeros((C, BV), tl.float32)
     for i_l in tl.static_range(M):
-        if i_l > 0:
-            i_pair = i_chunk * (M - 1) + (i_l - 1)
-            b_forget = load_tile(p_forget + i_pair * C * C, o_c, m_c, C, o_c, m_c)
+        i_pair = i_chunk * (M - 1) + (i_l - 1)
+        p_solve = p_inverse + i_chunk * C * C if i_l == 0 else p_forget + i_pair * C * C
+        b_solve = load_tile(p_solve, o_c, m_c, C, o_c, m_c)
         b_step = tl.load(p_step + i_l * H + o_c * M * H, mask=m_t, other=0.0).to(tl.float32)
         b_write = b_residual
         if L > 0:
@@ -103,14 +108,10 @@ def write_kernel(
             b_gain = load_tile(p_gain_l, o_c, m_t, L * H * V, o_v, m_v).to(tl.float32)
             b_write = activate(b_gain * b_residual, GELU)
             b_residual -= b_write
-        b_write *= b_step[:, None]
-        if i_l == 0:
-            b_source = b_write
-        else:
-            b_pure = b_write.to(dtype)
-            store_transposed(p_write + i_pair * V * C, b_pure, o_c, C, o_v, m_v)
-            b_source = tl.dot(b_forget, b_pure, b_source, input_precision=PRECISION)
-    b_value = tl.dot(b_inverse, b_source.to(dtype), input_precision=PRECISION)
+        b_low = (b_write * b_step[:, None]).to(dtype)
+        if i_l > 0:
+            store_transposed(p_write + i_pair * V * C, b_low, o_c, C, o_v, m_v)
+        b_value = tl.dot(b_solve, b_low, b_value, input_precision=PRECISION)
     store_transposed(p_value + i_chunk * V * C, b_value, o_c, C, o_v, m_v)
 
 
@@ -206,7 +207,7 @@ class Decays(NamedTuple):
 
 
 class Solved(NamedTuple):
-    """Of every chunk: T, -w, V' and the state at its start; of its pairs from the second on E_l and -B_l."""
+    """Of every chunk: T, -w, V' and the state at its start; of its pairs from the second on E_l and F_l."""
 
     inverse_PCC: torch.Tensor
     w_PCK: torch.Tensor
