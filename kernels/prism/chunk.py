@@ -13,7 +13,8 @@ from torch import Tensor
 
 from kernels.checks import check_at_least, check_at_most, check_dtype, check_multiple, check_no_fp64, check_on_gpu
 from kernels.prism.activation import Activation
-from kernels.prism.chunk_bwd import Saved, run_backward
+from kernels.prism.chunk_bwd import run_backward
+from kernels.prism.chunk_bwd_writes import Saved
 from kernels.prism.chunk_fwd import Decays, Forward, Solved, run_forward
 from kernels.prism.reference import check_scan_inputs, check_scan_state
 

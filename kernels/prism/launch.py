@@ -40,8 +40,13 @@ CANDIDATES: dict[str, list[Launch]] = {
     "output": [Launch(num_warps=4), Launch(num_warps=4, max_registers=168)],
     "query_grad": [Launch(num_warps=4), Launch(num_warps=4, max_registers=168), Launch(block_v=64, num_warps=4)],
     "state_grad": [Launch(block_v=64, num_warps=4, num_stages=3), Launch(block_v=128, num_warps=8, num_stages=2)],
+    "erase_grad": [Launch(num_warps=4), Launch(block_v=64, num_warps=4)],
     "write_grad": [Launch(block_v=64, num_warps=4), Launch(block_v=64, num_warps=8, max_registers=128)],
-    "key_grad": [Launch(block_k=64, num_warps=4), Launch(block_v=64, block_k=64, num_warps=4)],
+    "key_grad": [
+        Launch(block_k=64, num_warps=4),
+        Launch(block_v=64, block_k=64, num_warps=4),
+        Launch(block_v=64, block_k=64, num_warps=4, max_registers=168),
+    ],
 }
 WIDE = Launch(block_v=64, block_k=64, num_warps=4, num_stages=1)
 # Triton 3.6 gives Hopper's matrix unit wrong addresses for second operands narrower than this, and only chunks of as
