@@ -108,7 +108,9 @@ def write_kernel(
             b_gain = load_tile(p_gain_l, o_c, m_t, L * H * V, o_v, m_v).to(tl.float32)
             b_write = activate(b_gain * b_residual, GELU)
             b_residual -= b_write
-        b_low = (b_write * b_step[:, None]).to(dtype)
+        # The mask keeps this product out of the layout of the matrix unit's operand: there ptxas 12.9 takes gain and
+        # residual, which pass through one place of shared memory in turn, for one value whose square has no sign.
+        b_low = tl.where(m_t[:, None], b_write * b_step[:, None], 0.0).to(dtype)
         if i_l > 0:
             store_transposed(p_write + i_pair * V * C, b_low, o_c, C, o_v, m_v)
         b_value = tl.dot(b_solve, b_low, b_value, input_precision=PRECISION)

@@ -6,7 +6,7 @@ import torch
 def compute_relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm of `expected`, in fp64; zero against zero is no error."""
     difference = (actual.double() - expected.double()).norm()
-    return (difference / expected.double().norm()).item() if difference > 0 else 0.0
+    return 0.0 if difference == 0 else (difference / expected.double().norm()).item()
 
 
 def describe_worst(actual: torch.Tensor, expected: torch.Tensor) -> str:
