@@ -28,8 +28,10 @@ from kernels import allocate
 from kernels.prism.chunk_bwd_writes import (
     QueryGrads,
     Saved,
+    collect,
     run_erase_grad,
     run_key_grad,
+    run_solver_grad,
     run_write_grad,
     stand_in_documents,
 )
@@ -177,11 +179,11 @@ def run_backward(
     queries = _run_query_grad(sizes, saved, grad_out)
     grad_state, grad_entry = _run_state_grad(sizes, saved, grad_out, queries, grad_final)
     grad_lambda, erased = run_erase_grad(sizes, saved, queries)
-    residual, gain, steps = run_write_grad(sizes, saved, grad_out, queries, grad_state, grad_lambda, gelu)
-    key, erase, decay = run_key_grad(sizes, saved, queries, grad_state, grad_lambda, erased)
-    step_size = steps.sum(0)
-    step_size[:, :, 0] += erase.sum(0)
-    return Gradients(queries.query_BTHK, key, residual, gain, step_size, decay.sum(0), grad_entry)
+    grad_write = run_write_grad(sizes, saved, grad_out, queries, grad_state)
+    residual, gain, steps = run_solver_grad(sizes, saved, grad_lambda, grad_write, gelu)
+    keys = run_key_grad(sizes, saved, queries, grad_state, grad_lambda, erased)
+    step_size, log_decay = collect(sizes, saved, steps, keys)
+    return Gradients(queries.query_BTHK, keys.key_BTMHK, residual, gain, step_size, log_decay, grad_entry)
 
 
 def _run_query_grad(sizes: Sizes, saved: Saved, grad_out: torch.Tensor) -> QueryGrads:

@@ -2,7 +2,7 @@
 
 A fixed table, keyed by widths, written pairs and element size alone: nothing is tuned while a run is on, so every rank
 and every step of it, and every T, B and number of documents, use the same kernels. The settings were measured on an
-H200 (LOG.md); CANDIDATES lists those that were tried there and that the GPU tests hold against fp64.
+H200 (LOG.md), and the GPU tests hold each of them against fp64 for both numbers of pairs.
 """
 
 from collections.abc import Iterator
@@ -33,20 +33,28 @@ class Shape(NamedTuple):
     chunk_tokens: int
 
 
-CANDIDATES: dict[str, list[Launch]] = {
-    "solve": [Launch(num_warps=4, max_registers=168), Launch(num_warps=4, max_registers=128)],
-    "write": [Launch(block_v=64, num_warps=4), Launch(block_v=64, num_warps=8)],
-    "state": [Launch(block_v=64, num_warps=4, num_stages=3), Launch(block_v=64, num_warps=4, num_stages=2)],
-    "output": [Launch(num_warps=4), Launch(num_warps=4, max_registers=168)],
-    "query_grad": [Launch(num_warps=4), Launch(num_warps=4, max_registers=168), Launch(block_v=64, num_warps=4)],
-    "state_grad": [Launch(block_v=64, num_warps=4, num_stages=3), Launch(block_v=128, num_warps=8, num_stages=2)],
-    "erase_grad": [Launch(num_warps=4), Launch(block_v=64, num_warps=4)],
-    "write_grad": [Launch(block_v=64, num_warps=4), Launch(block_v=64, num_warps=8, max_registers=128)],
-    "key_grad": [
-        Launch(block_k=64, num_warps=4),
-        Launch(block_v=64, block_k=64, num_warps=4),
-        Launch(block_v=64, block_k=64, num_warps=4, max_registers=168),
-    ],
+class Choice(NamedTuple):
+    """The settings of a kernel for one written pair, and for more."""
+
+    one: Launch
+    more: Launch
+
+
+def _always(**settings: int) -> Choice:
+    return Choice(Launch(**settings), Launch(**settings))
+
+
+LAUNCHES: dict[str, Choice] = {
+    "solve": _always(max_registers=168),
+    "write": _always(num_warps=8, max_registers=128),
+    "state": _always(block_v=64, num_stages=3),
+    "output": Choice(Launch(), Launch(max_registers=168)),
+    "query_grad": _always(),
+    "state_grad": _always(block_v=64, num_stages=3),
+    "erase_grad": _always(),
+    "write_grad": _always(),
+    "solver_grad": Choice(Launch(block_v=64, num_warps=8), Launch(block_v=32, num_warps=4)),
+    "key_grad": Choice(Launch(block_v=64, block_k=64, max_registers=168), Launch(block_k=64)),
 }
 WIDE = Launch(block_v=64, block_k=64, num_warps=4, num_stages=1)
 # Triton 3.6 gives Hopper's matrix unit wrong addresses for second operands narrower than this, and only chunks of as
@@ -56,12 +64,12 @@ _overrides: dict[str, Launch] = {}
 
 
 def choose(kernel: str, shape: Shape) -> Launch:
-    """The launch of a kernel: an override, or the first candidate; small blocks where fp32 or wide heads fill the
-    shared memory."""
+    """The launch of a kernel: an override, or the table's; small blocks where fp32 or wide heads fill the shared
+    memory."""
     if kernel in _overrides:
         return _fit(_overrides[kernel], shape)
     is_wide = shape.element_bytes == 4 or max(shape.key_width, shape.value_width) > 128
-    return _fit(WIDE if is_wide else CANDIDATES[kernel][0], shape)
+    return _fit(WIDE if is_wide else LAUNCHES[kernel][shape.num_pairs > 1], shape)
 
 
 def _fit(launch: Launch, shape: Shape) -> Launch:

@@ -93,7 +93,7 @@ MANY_HEADS = Spec(L=1, T=16, B=70, H=1000, K=16, V=16)
 
 def list_launches() -> list[tuple[str, launch.Launch]]:
     """Every kernel with each setting that its table holds."""
-    return [(kernel, setting) for kernel, settings in launch.CANDIDATES.items() for setting in settings]
+    return [(kernel, setting) for kernel, choice in launch.LAUNCHES.items() for setting in dict.fromkeys(choice)]
 
 
 def compile_ahead() -> None:
