@@ -1,19 +1,23 @@
 """What the operators must move and multiply, and how fast the machine copies and multiplies.
 
-Traffic of a scan, in bytes a token and head, with k = e K and v = e V the bytes of a key and of a value (e bytes an
-element), t = e C of a row of the triangular inverse, s = e K V / C of a token's share of a stored state, and
-M = max(L, 1). Each kernel reads what it needs once and writes what it makes once; the solver's values E_l count as one
-vector a step, and the float32 scalars as 20 (forward) and 36 (backward) bytes:
+Traffic of a scan's kernels (kernels/README.md), in bytes a token and head, with k = e K and v = e V the bytes of a key
+and of a value (e bytes an element), t = e C of a row of a chunk's matrix, s = e K V / C of a token's share of a stored
+state, and M = max(L, 1). Each kernel reads what it needs once and writes what it makes once; float32 scalars, below 2%
+at the sizes below, are left out, and with them `collect`:
 
-    prepare          M k + t                             M >= 2: also (M + 1) v, E_l read and R written
-    state            M k + M v + t + s + v               keys, R and E_l, inverse; states, V'
-    output           k + M k + M v + s + v               queries, keys, V' and E_l, states; outputs
-    states again     M k + M v + t + s + v
-    local gradient   2 k + 2 v                           queries, keys, dO; dV'
-    reverse states   2 k + 2 v + t + s + v               queries, keys, dO, dV', inverse; dS, lambda
-    other gradients  2 k + 2 M k + (2 M + 1) v + 2 s     queries, keys, V', E_l, S, dS, lambda, dO; dq, dK_l, dE_l
+    solve        (M + 1) k + M t                          keys; T, w, F_l
+    write        (M + L + 1) v + M t                      r_1, p_l, T, F_l; u, E_l
+    state        (M + 1) (k + v) + s                      keys, w, u, E_l; S, V'
+    output       (M + 1) (k + v) + s                      q, keys, V', E_l, S; o
+    query grad   (M + 3) k + (M + 2) v + (2 M - 1) t + s  q, keys, V', E_l, S, dO; P^T dO, gamma q, dq, P'_l, scores
+    state grad   3 k + 3 v + s                            gamma q, k, w, dO, P^T dO; dS, dV'
+    erase grad   (M + 2) v + (M + 1) t                    T, V', E_l, dV'; lambda, X_l
+    write grad   (M - 1) (k + v + 2 t), M >= 2: 2 v + s   K_l, F_l, scores, dO, dV', dS; dE_l
+    solver grad  (M + 2 L + 2) v                          r_1, p_l, lambda, dE_l; dr_1, dp_l
+    key grad     (2 M + 1) k + (M + 1) v + 2 M t + 2 s    q, keys, V', E_l, S, dS, lambda, X_l, P'_l; dK_l
 
-At K = V = 128, C = 64 in bf16: 3348, 5396, 8468 forward and 7204, 8740, 11812 backward for L = 1, 2, 4.
+At K = V = 128, C = 64 in bf16: 4608, 6656, 10752 forward and 9344, 14080, 21504 backward for L = 1, 2, 4. A bound of
+these kernels, not of the recurrence: a plan that stores less was counted at 3348, 5396, 8468 and 7204, 8740, 11812.
 
 Dims: B batch, T tokens, H heads, K key width, V value width, L solver steps, M written pairs, C tokens in a chunk.
 """
@@ -23,7 +27,6 @@ from dataclasses import dataclass
 import torch
 import triton
 
-FORWARD_SCALAR_BYTES, BACKWARD_SCALAR_BYTES = 20, 36
 STATE_BYTES = 4
 COPY_BYTES = 2**30
 PRODUCT_WIDTH = 8192
@@ -74,24 +77,24 @@ class Ceilings:
 def count_forward_bytes(shape: ScanShape) -> float:
     """Traffic of a scan's forward kernels a token and head, in bytes."""
     k, v, t, s = _count_rows(shape)
-    M = shape.M
-    prepare = M * k + t + ((M + 1) * v if M > 1 else 0)
-    output = k + M * k + M * v + s + v
-    return prepare + _count_state_bytes(shape) + output + FORWARD_SCALAR_BYTES
+    L, M = shape.L, shape.M
+    solve = (M + 1) * k + M * t
+    write = (M + L + 1) * v + M * t
+    state = output = (M + 1) * (k + v) + s
+    return solve + write + state + output
 
 
 def count_backward_bytes(shape: ScanShape) -> float:
     """Traffic of a scan's backward kernels a token and head, in bytes."""
     k, v, t, s = _count_rows(shape)
-    M = shape.M
-    reverse = 4 * k + 4 * v + t + s + v
-    gradients = 2 * k + 2 * M * k + (2 * M + 1) * v + 2 * s
-    return _count_state_bytes(shape) + reverse + gradients + BACKWARD_SCALAR_BYTES
-
-
-def _count_state_bytes(shape: ScanShape) -> float:
-    k, v, t, s = _count_rows(shape)
-    return shape.M * (k + v) + t + s + v
+    L, M = shape.L, shape.M
+    query = (M + 3) * k + (M + 2) * v + (2 * M - 1) * t + s
+    state = 3 * k + 3 * v + s
+    erase = (M + 2) * v + (M + 1) * t
+    write = (M - 1) * (k + v + 2 * t) + (2 * v + s if M > 1 else 0)
+    solver = (M + 2 * L + 2) * v
+    keys = (2 * M + 1) * k + (M + 1) * v + 2 * M * t + 2 * s
+    return query + state + erase + write + solver + keys
 
 
 def _count_rows(shape: ScanShape) -> tuple[float, float, float, float]:
@@ -100,18 +103,20 @@ def _count_rows(shape: ScanShape) -> tuple[float, float, float, float]:
 
 
 def count_forward_flops(shape: ScanShape) -> float:
-    """Matrix products of a scan's forward a token and head: scores, inverse, values, reads and writes of the state."""
+    """Matrix products of a scan's forward kernels a token and head; the inverse as a triangular one."""
     K, V, C, M = shape.K, shape.V, shape.C, shape.M
-    inverse, values = 2 * C * K + 2 * C * C / 3 + 2 * C * V, 2 * K * V
-    rest = (M - 1) * (2 * C * K + 2 * C * V)
-    return inverse + values + rest + M * (2 * C * K + 2 * C * V) + 2 * K * V + M * 2 * K * V
+    solve = (M + 1) * 2 * C * K + 2 * C * C / 3 + (M - 1) * 2 * C * C
+    write = M * 2 * C * V
+    state = (M + 1) * 2 * K * V
+    output = 2 * K * V + M * (2 * C * K + 2 * C * V)
+    return solve + write + state + output
 
 
 def count_backward_flops(shape: ScanShape) -> float:
-    """Matrix products of a scan's backward a token and head, none recomputed but the scores."""
+    """Matrix products of a scan's backward kernels a token and head, none recomputed but the scores."""
     K, V, C, M = shape.K, shape.V, shape.C, shape.M
     first = 5 * 2 * C * K + 4 * 2 * C * V + 6 * 2 * K * V
-    each_more = 6 * 2 * C * K + 4 * 2 * C * V + 2 * 2 * K * V
+    each_more = 5 * 2 * C * K + 4 * 2 * C * V + 2 * 2 * K * V
     return first + (M - 1) * each_more
 
 

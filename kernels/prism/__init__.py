@@ -2,6 +2,9 @@
 
 - `reference.py` `prism_scan_reference`: the loop over tokens, the definition.
 - `chunk_reference.py` `prism_scan_chunked`: the chunk form in plain torch, with its own backward.
+- `chunk.py` `prism_scan`: the chunk form in Triton, forward and backward. Its kernels are in `chunk_fwd.py`,
+  `chunk_bwd.py` (queries and states) and `chunk_bwd_writes.py` (values, solver, keys, step sizes and decays), what they
+  share in `tiles.py`, their launches in `launch.py`.
 - `step_reference.py` `prism_step_reference`: one decode token in plain torch.
 - `step.py` `prism_step`: the same as one Triton kernel, without gradients.
 - `activation.py` `Activation`: the solver's activations by name.

@@ -4,18 +4,24 @@
         dq   = gamma dO S^T + P' k + sum P'_l K_l
     state gradient, last chunk first:     dV' = P^T dO + (e k) dS_next,  dS = gamma_C dS_next + (gamma q)^T dO - w^T dV'
     erase gradients, every chunk at once: lambda = T^T dV', X = -tril(lambda V'^T, -1).Gs, X_l of E_l alike
-    write gradients, every chunk at once: dE_1 = lambda, dE_l = [Gam.(q K_l^T)]^T dO + F_l^T dV' + (e K_l) dS_next,
-                                          then the solver's loop backwards
+    write gradients, every chunk at once: dE_l = [Gam.(q K_l^T)]^T dO + F_l^T dV' + (e K_l) dS_next, for l >= 2
+    solver gradients, every chunk at once: the loop backwards from dE_1 = lambda and dE_l
     key gradients, every chunk at once:
         y    = X k + sum X_l K_l - gamma lambda S^T                  (gradient of what reads the state, b k)
-        dk   = b y + X^T (b k) + P'^T q + e V' dS_next^T             db = rowsum(k.y)
-        dK_l = X_l^T (b k) + P'_l^T q + e E_l dS_next^T
+        Z    = X^T (b k) + P'^T q,  Z_l = X_l^T (b k) + P'_l^T q
+        dk   = b y + Z + e V' dS_next^T,  dK_l = Z_l + e E_l dS_next^T
+    collection, every chunk at once: row sums of these to gradients of the scalars,
+        db_l = rowsum(d_l.dE_l), and for the first pair also rowsum(k.y)
+        in   = rowsum(q.dq) + b rowsum(k.y) - rowsum(k.Z) - sum rowsum(K_l.Z_l)
+        out  = e rowsum(k.(V' dS_next^T)) + sum e rowsum(K_l.(E_l dS_next^T))
+        dlog alpha_t = sum_{i>=t} in_i + sum_{i<t} out_i + gamma_C sum(S.dS_next)
 
-The log decay's gradient is made of row sums of these products. P' and X pass through memory in 16 bits, where their
-transposes cost nothing: compilers in use get a product with a transposed accumulator wrong. The diagonal of P' is kept
-out of the sums, for no decay touches it and its rounding would drown strongly decayed pairs.
+P' and X pass through memory in 16 bits, where their transposes cost nothing: compilers in use get a product with a
+transposed accumulator wrong. The diagonals of P' are kept out of `in`, for no decay touches them and their rounding
+would drown strongly decayed pairs.
 
-The last three are in chunk_bwd_writes.py. Dims as in chunk_fwd.py; gradients of the state are kept transposed like it.
+The first two are here, the other five in chunk_bwd_writes.py. Dims as in chunk_fwd.py; gradients of the state are kept
+transposed like it.
 """
 
 from typing import NamedTuple

@@ -1,5 +1,10 @@
-"""Backward kernels of the chunk form for what is written: values, the solver's loop and keys. chunk_bwd.py has the
-equations, the order and the kernels that run before these.
+"""Backward kernels of the chunk form for what is written; chunk_bwd.py has the equations and the two that run before:
+
+    erase_grad:  lambda, X, X_l
+    write_grad:  dE_l of the pairs from the second on
+    solver_grad: the solver's loop backwards, gradients of residual and gains
+    key_grad:    gradients of keys
+    collect:     gradients of step sizes and log decays, from the sums that the last two leave for each block
 
 Dims as in chunk_fwd.py.
 """
@@ -91,7 +96,8 @@ def solver_grad_kernel(
     T, N, H, num_tokens,
     L: tl.constexpr, M: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
-    """One block of values of one chunk: the solver's loop, then backwards from lambda, which is dE_1, and dE_l."""
+    """One block of values of one chunk: the solver's loop, then backwards from lambda, which is dE_1, and dE_l:
+    gradients of residual and gains, and this block's part of those of the step sizes."""
     i_v, i_n, i_b, i_h = locate_chunk(N, H, (V + BV - 1) // BV)
     i_chunk, i_token = (i_b * H + i_h) * N + i_n, i_b * T + i_n * C
     o_c, o_v = tl.arange(0, C), i_v * BV + tl.arange(0, BV)
