@@ -1,6 +1,6 @@
 """How each kernel of the chunk form is launched: block widths, warps, pipeline stages.
 
-A fixed table, keyed by widths, written pairs and element size alone: nothing is tuned while a run is on, so every rank
+A fixed table, keyed by widths, written pairs, element size and chunk alone: nothing is tuned while a run is on, so every rank
 and every step of it, and every T, B and number of documents, use the same kernels. The settings were measured on an
 H200 (LOG.md), and the GPU tests hold each of them against fp64 for both numbers of pairs.
 """
@@ -40,19 +40,19 @@ class Choice(NamedTuple):
     more: Launch
 
 
-def _always(**settings: int) -> Choice:
-    return Choice(Launch(**settings), Launch(**settings))
+def _always(launch: Launch) -> Choice:
+    return Choice(launch, launch)
 
 
 LAUNCHES: dict[str, Choice] = {
-    "solve": _always(max_registers=168),
-    "write": _always(num_warps=8, max_registers=128),
-    "state": _always(block_v=64, num_stages=3),
+    "solve": _always(Launch(max_registers=168)),
+    "write": _always(Launch(num_warps=8, max_registers=128)),
+    "state": _always(Launch(block_v=64, num_stages=3)),
     "output": Choice(Launch(), Launch(max_registers=168)),
-    "query_grad": _always(),
-    "state_grad": _always(block_v=64, num_stages=3),
-    "erase_grad": _always(),
-    "write_grad": _always(),
+    "query_grad": _always(Launch()),
+    "state_grad": _always(Launch(block_v=64, num_stages=3)),
+    "erase_grad": _always(Launch()),
+    "write_grad": _always(Launch()),
     "solver_grad": Choice(Launch(block_v=64, num_warps=8), Launch(block_v=32, num_warps=4)),
     "key_grad": Choice(Launch(block_v=64, block_k=64, max_registers=168), Launch(block_k=64)),
 }
