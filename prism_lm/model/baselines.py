@@ -1,17 +1,14 @@
 """Gated DeltaNet and softmax attention behind the PRISM mixer's forward.
 
-Dims: B batch, T tokens, S keys visible (cached and new), H heads, K key width, V value width, D model width.
+Dims: B batch, T tokens, H heads, K key width, V value width, D model width.
 """
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from prism_lm.model.config import ModelConfig
 from prism_lm.model.decode_state import AttentionState, RecurrentState
 from prism_lm.model.operators import Operators
 from prism_lm.model.recurrent_parts import GatedNorm, ShortConv, StepSizes, build_decay, build_linear
-from prism_lm.model.rotary import compute_positions, rotate
 from prism_lm.model.scan import ScanInputs, ScanRunner
 
 
@@ -70,16 +67,14 @@ class GatedDeltaMixer(nn.Module):
 
 
 class AttentionMixer(nn.Module):
-    """Causal softmax attention with rotary positions; no token sees another document of its row.
+    """Causal softmax attention with rotary positions; no token sees another document of its row."""
 
-    Where document starts are given, a boolean mask of T x S for each row of the batch is made.
-    """
-
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, operators: Operators) -> None:
         super().__init__()
         self.num_heads, self.widths, self.theta = config.num_heads, _head_widths(config), config.rope_theta
         self.query_key_value = build_linear(config.model_width, sum(self.widths))
         self.output = build_linear(self.widths[2], config.model_width)
+        self.run_attention = operators.attention
 
     def forward(
         self, x_BTD: Tensor, document_start_BT: Tensor | None, state: AttentionState | None
@@ -87,55 +82,7 @@ class AttentionMixer(nn.Module):
         """The mixed tokens and the cache with theirs added; `state` continues a row, None begins one."""
         parts = self.query_key_value(x_BTD).split(self.widths, dim=-1)
         query_BTHK, key_BTHK, value_BTHV = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
-        entry_B = x_BTD.new_zeros(x_BTD.shape[0], dtype=torch.int64) if state is None else state.position_B
-        position_BT = compute_positions(document_start_BT, entry_B, x_BTD.shape[1])
-        query_BTHK = rotate(query_BTHK, position_BT, self.theta)
-        key_BTHK = rotate(key_BTHK, position_BT, self.theta)
-        document_BT = _number_documents(document_start_BT, state, position_BT)
-        cache = _extend(state, key_BTHK, value_BTHV, document_BT, position_BT[:, -1] + 1)
-        mask_BTS = None if document_start_BT is None and state is None else _visible(cache, x_BTD.shape[1])
-        out_BTHV = _attend(query_BTHK, cache.key_BTHK, cache.value_BTHV, mask_BTS)
-        cache = cache._replace(key_BTHK=cache.key_BTHK.detach(), value_BTHV=cache.value_BTHV.detach())
+        out_BTHV, cache = self.run_attention(
+            query_BTHK, key_BTHK, value_BTHV, document_start_BT=document_start_BT, state=state, theta=self.theta
+        )
         return self.output(out_BTHV.flatten(-2)), cache
-
-
-def _number_documents(document_start_BT: Tensor | None, state: AttentionState | None, position_BT: Tensor) -> Tensor:
-    """Each new token's document, numbered from 0 within its row."""
-    last_B = position_BT.new_zeros(position_BT.shape[0]) if state is None else state.document_BT[:, -1]
-    if document_start_BT is None:
-        return last_B[:, None].expand_as(position_BT)
-    return last_B[:, None] + document_start_BT.cumsum(dim=1)
-
-
-def _extend(
-    state: AttentionState | None, key_BTHK: Tensor, value_BTHV: Tensor, document_BT: Tensor, position_B: Tensor
-) -> AttentionState:
-    """The cache with the new tokens at its end."""
-    if state is None:
-        return AttentionState(key_BTHK, value_BTHV, document_BT, position_B)
-    return AttentionState(
-        torch.cat([state.key_BTHK, key_BTHK], dim=1),
-        torch.cat([state.value_BTHV, value_BTHV], dim=1),
-        torch.cat([state.document_BT, document_BT], dim=1),
-        position_B,
-    )
-
-
-def _visible(cache: AttentionState, num_tokens: int) -> Tensor:
-    """Which keys BTS each of the last `num_tokens` tokens may see: not later ones, not another document's."""
-    document_BS = cache.document_BT
-    same_BTS = document_BS[:, -num_tokens:, None] == document_BS[:, None, :]
-    num_keys = document_BS.shape[1]
-    causal_TS = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=document_BS.device)
-    return same_BTS & causal_TS.tril(num_keys - num_tokens)
-
-
-def _attend(query_BTHK: Tensor, key_BSHK: Tensor, value_BSHV: Tensor, mask_BTS: Tensor | None) -> Tensor:
-    out_BHTV = functional.scaled_dot_product_attention(
-        query_BTHK.transpose(1, 2),
-        key_BSHK.transpose(1, 2),
-        value_BSHV.transpose(1, 2),
-        attn_mask=None if mask_BTS is None else mask_BTS[:, None],
-        is_causal=mask_BTS is None,
-    )
-    return out_BHTV.transpose(1, 2)

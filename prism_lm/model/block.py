@@ -19,7 +19,7 @@ def build_mixer(config: ModelConfig, mixer: Mixer, *, operators: Operators) -> n
         case "gated_delta":
             return GatedDeltaMixer(config, operators=operators)
         case "attention":
-            return AttentionMixer(config)
+            return AttentionMixer(config, operators=operators)
 
 
 class AddNorm(nn.Module):

@@ -1,5 +1,5 @@
 """The operators a model runs on, as one bundle: plain torch, or Triton kernels. Parallelism is put on from outside, by
-replacing the scan of a bundle.
+replacing those operators of a bundle that read more than one token.
 
 Importing this file loads neither torch nor Triton.
 """
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from kernels.linear_cross_entropy.reference import Reduction
     from kernels.prism.activation import Activation
+    from prism_lm.model.decode_state import AttentionState
 
 Kernels = Literal["auto", "triton", "plain"]
 
@@ -68,6 +69,22 @@ class ShortConvolution(Protocol):
     ) -> "tuple[Tensor, Tensor]": ...
 
 
+class Attention(Protocol):
+    """Causal softmax attention with rotary positions, within documents."""
+
+    def __call__(
+        self,
+        query_BTHK: "Tensor",
+        key_BTHK: "Tensor",
+        value_BTHV: "Tensor",
+        /,
+        *,
+        document_start_BT: "Tensor | None",
+        state: "AttentionState | None",
+        theta: float,
+    ) -> "tuple[Tensor, AttentionState]": ...
+
+
 class GatedRMSNorm(Protocol):
     """RMS norm of the last dim, times a weight and SiLU(gate)."""
 
@@ -111,11 +128,13 @@ class LinearCrossEntropy(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Operators:
-    """What kernels/ computes for a model; every form of an operator has one signature."""
+    """What a model computes besides its linear layers; every form of an operator has one signature."""
 
     scan: Scan
-    step: Step
+    step: Step | None
+    "None: single tokens take the scan too."
     short_conv: ShortConvolution
+    attention: Attention
     gated_rms_norm: GatedRMSNorm
     unit_keys: UnitKeys
     swiglu: GatedProduct
@@ -133,11 +152,13 @@ def build_plain_operators() -> Operators:
     from kernels.short_conv.shifted import short_conv_shifted
     from kernels.swiglu.reference import swiglu_reference
     from kernels.unit_keys.reference import unit_keys_reference
+    from prism_lm.model.attention import causal_attention
 
     return Operators(
         scan=prism_scan_chunked,
         step=prism_step_reference,
         short_conv=short_conv_shifted,
+        attention=causal_attention,
         gated_rms_norm=gated_rms_norm_explicit,
         unit_keys=unit_keys_reference,
         swiglu=swiglu_reference,
@@ -156,11 +177,13 @@ def build_triton_operators() -> Operators:
     from kernels.short_conv.fused import short_conv
     from kernels.swiglu.fused import swiglu
     from kernels.unit_keys.fused import unit_keys
+    from prism_lm.model.attention import causal_attention
 
     return Operators(
         scan=prism_scan,
         step=prism_step,
         short_conv=short_conv,
+        attention=causal_attention,
         gated_rms_norm=gated_rms_norm,
         unit_keys=unit_keys,
         swiglu=swiglu,

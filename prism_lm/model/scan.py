@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kernels.prism.activation import Activation
-from prism_lm.model.operators import Operators
+from prism_lm.model.operators import Operators, Step
 
 
 class ScanInputs(NamedTuple):
@@ -31,8 +31,8 @@ class ScanInputs(NamedTuple):
 
 
 class ScanRunner:
-    """A scan (eq. 15 to 18) with its settings. A single token from a known state takes the step, anything else the
-    chunk form."""
+    """A scan (eq. 15 to 18) with its settings. A single token from a known state takes the step where there is one,
+    anything else the scan."""
 
     def __init__(self, operators: Operators, *, activation: Activation, chunk_tokens: int) -> None:
         self.scan, self.step, self.chunk_tokens = operators.scan, operators.step, chunk_tokens
@@ -42,8 +42,8 @@ class ScanRunner:
         self, inputs: ScanInputs, document_start_BT: Tensor | None, state_BHVK: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Outputs BTHV and the state after the last token; the state carries no gradient."""
-        if state_BHVK is not None and inputs.query_BTHK.shape[1] == 1:
-            return self._step(inputs, document_start_BT, state_BHVK)
+        if self.step is not None and state_BHVK is not None and inputs.query_BTHK.shape[1] == 1:
+            return self._advance(self.step, inputs, document_start_BT, state_BHVK)
         out_BTHV, final_BHVK = self.scan(
             *inputs,
             activation=self.activation,
@@ -53,8 +53,10 @@ class ScanRunner:
         )
         return out_BTHV, final_BHVK.detach()
 
-    def _step(self, inputs: ScanInputs, document_start_BT: Tensor | None, state_BHVK: Tensor) -> tuple[Tensor, Tensor]:
+    def _advance(
+        self, step: Step, inputs: ScanInputs, document_start_BT: Tensor | None, state_BHVK: Tensor
+    ) -> tuple[Tensor, Tensor]:
         if document_start_BT is not None:
             state_BHVK = state_BHVK.masked_fill(document_start_BT[:, 0, None, None, None], 0)
-        out_BHV, final_BHVK = self.step(*inputs.first_token(), activation=self.activation, state_BHVK=state_BHVK)
+        out_BHV, final_BHVK = step(*inputs.first_token(), activation=self.activation, state_BHVK=state_BHVK)
         return out_BHV[:, None], final_BHVK.detach()
