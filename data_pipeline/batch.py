@@ -5,6 +5,7 @@ due (the next document's start and padding). document_start_BT bool: True at a d
 begin anew.
 """
 
+from dataclasses import dataclass
 from typing import TypedDict
 
 import numpy as np
@@ -35,3 +36,34 @@ def build_batch(rows: list[TokenRow], *, batch_rows: int, row_tokens: int, bos_i
     labels_BT = stored_BT[:, 1:].clone()
     labels_BT[labels_BT == bos_id] = IGNORED_LABEL
     return Batch(input_ids_BT=input_ids_BT, labels_BT=labels_BT, document_start_BT=input_ids_BT == bos_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSlice:
+    """The part of every row that a process holds: number `index` of `count` equal ones; by default all of it."""
+
+    index: int = 0
+    count: int = 1
+
+    def cut(self, batch: Batch) -> Batch:
+        """Return this part of a batch of whole rows; its last label is the first token of the part after it.
+
+        Raises ValueError for rows that do not divide.
+        """
+        row_tokens = batch["input_ids_BT"].shape[1]
+        check_divides(self.count, row_tokens)
+        if self.count == 1:
+            return batch
+        num_tokens = row_tokens // self.count
+        here = slice(self.index * num_tokens, (self.index + 1) * num_tokens)
+        return Batch(
+            input_ids_BT=batch["input_ids_BT"][:, here].contiguous(),
+            labels_BT=batch["labels_BT"][:, here].contiguous(),
+            document_start_BT=batch["document_start_BT"][:, here].contiguous(),
+        )
+
+
+def check_divides(slices: int, row_tokens: int) -> None:
+    """Raise ValueError for rows that cannot be cut into so many equal slices."""
+    if row_tokens % slices:
+        raise ValueError(f"a row of {row_tokens} tokens must divide into {slices} equal slices; use a divisor of it")

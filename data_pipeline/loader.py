@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from data_pipeline.batch import Batch, build_batch
+from data_pipeline.batch import Batch, RowSlice, build_batch, check_divides
 from data_pipeline.config import DataConfig, check
 from data_pipeline.dataset import OrderCache, ShardCache
 from data_pipeline.errors import DataError
@@ -105,20 +105,22 @@ def plan_workers(config: DataConfig, ranks_per_node: int) -> WorkerPlan:
     return WorkerPlan(workers=workers, prefetch_batches=2 if config.prefetch_batches == -1 else config.prefetch_batches)
 
 
-def count_local_ranks(world_size: int) -> int:
-    """Return the ranks of a node as the launcher says; all of them where it does not, or where nodes are unequal."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+def count_local_ranks(world_size: int, processes_per_rank: int = 1) -> int:
+    """Return the ranks of a node as the launcher says, 1 where a rank's processes fill more than a node; all of them
+    where it does not say, or where nodes are unequal."""
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", world_size * processes_per_rank))
+    local_ranks = max(1, local_processes // processes_per_rank)
     return world_size if world_size % local_ranks else local_ranks
 
 
 class FailureNote:
-    """A file in the cache folder by which a rank tells the others of its start what went wrong."""
+    """A file in the cache folder by which a process tells the others of its start what went wrong."""
 
-    def __init__(self, cache_dir: Path, *, rank: int, world_size: int) -> None:
+    def __init__(self, cache_dir: Path, *, is_first: bool, shared: bool) -> None:
         self.file = cache_dir / FAILURE_NOTE
-        self.shared = world_size > 1
+        self.shared = shared
         self.start = f"{os.uname().nodename}:{os.getppid()}:{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
-        if rank == 0:
+        if is_first:
             self.file.unlink(missing_ok=True)
 
     def write(self, message: str) -> None:
@@ -150,8 +152,17 @@ class Loader:
     Every rank yields the same number of batches a pass. Raises DataError.
     """
 
-    def __init__(self, batches: RankBatches, *, seed: int, plan: WorkerPlan, note: FailureNote) -> None:
+    def __init__(
+        self,
+        batches: RankBatches,
+        *,
+        seed: int,
+        plan: WorkerPlan,
+        note: FailureNote,
+        row_slice: RowSlice,
+    ) -> None:
         self.batches = batches
+        self.row_slice = row_slice
         self.seed = seed
         self.plan = plan
         self.note = note
@@ -228,14 +239,15 @@ class Loader:
         return self.make_batch(received)
 
     def make_batch(self, rows: TokenRows) -> Batch:
-        """Turn stored rows into a batch, here and not in a loader process: small integers travel better than large
-        ones."""
-        return build_batch(
+        """Turn stored rows into this process's slice of a batch, here and not in a loader process: small integers
+        travel better than large ones."""
+        batch = build_batch(
             rows,
             batch_rows=self.batches.grid.micro_batch_rows,
             row_tokens=self.manifest.row_tokens,
             bos_id=self.manifest.bos_id,
         )
+        return self.row_slice.cut(batch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is, after the batches handed out so far: equal on all ranks, a few hundred bytes
@@ -311,19 +323,23 @@ def build_loader(
     endless: bool,
     global_batch_rows: int | None = None,
     ranks_per_node: int | None = None,
+    row_slice: RowSlice | None = None,
 ) -> Loader:
     """Check the prepared data and return a rank's loader.
 
+    row_slice: what this process holds of each row of its rank, by default all of it; ranks then have a process a slice.
     global_batch_rows: rows of an optimizer step of all ranks, by default one micro-batch a rank. ranks_per_node: by
     default LOCAL_WORLD_SIZE, or all ranks. cache_dir: a folder of the run's, shared by its ranks and kept for its
     resumption. Raises ValueError for settings that do not fit one another or the data, DataError naming a bad file; on
     every rank alike.
     """
     cache_dir = Path(cache_dir)
-    local_ranks = ranks_per_node or count_local_ranks(world_size)
-    plan = plan_workers(config, local_ranks)
+    row_slice = row_slice or RowSlice()
+    local_ranks = ranks_per_node or count_local_ranks(world_size, row_slice.count)
+    plan = plan_workers(config, local_ranks * row_slice.count)
     data = open_prepared_data(config.path, split, cache_dir=cache_dir, verify=config.verify, timeout_s=config.timeout_s)
     check_row_tokens(data.manifest, config.row_tokens)
+    check_divides(row_slice.count, config.row_tokens)
     order = build_row_order(
         data.manifest,
         split,
@@ -344,4 +360,6 @@ def build_loader(
     key = hashlib.sha256(json.dumps([split, asdict(order)], sort_keys=True).encode()).hexdigest()[:16]
     orders = OrderCache(order, data.cache / f"order_{key}")
     batches = RankBatches(data, split, config, orders, grid, rank)
-    return Loader(batches, seed=seed, plan=plan, note=FailureNote(cache_dir, rank=rank, world_size=world_size))
+    is_first, shared = rank == row_slice.index == 0, world_size * row_slice.count > 1
+    note = FailureNote(cache_dir, is_first=is_first, shared=shared)
+    return Loader(batches, seed=seed, plan=plan, note=note, row_slice=row_slice)

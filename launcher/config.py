@@ -37,7 +37,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     """Budget, batch, precision, optimizer, schedule, checkpoints."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """What is put on the model from outside: recomputation, compilation."""
+    """What is put on the model from outside: kernels, rows cut over processes, recomputation, compilation."""
 
     def __post_init__(self) -> None:
         if not self.run_dir:

@@ -45,17 +45,19 @@ def read_tokenizer(config: RunConfig) -> bytes:
 
 
 def open_loader(config: RunConfig, ranks: Ranks, *, split: "Split") -> "Loader":
-    """This rank's micro-batches: endless for training, one pass otherwise. Needs no process group.
+    """This rank's slices of micro-batches: endless for training, one pass otherwise. Needs no process group.
 
     Raises ValueError for settings that do not fit one another or the data, DataError for data that fails its checks.
     """
+    from data_pipeline.batch import RowSlice
     from data_pipeline.loader import build_loader
 
     return build_loader(
         config.data,
         split=split,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
+        rank=ranks.data_rank,
+        world_size=ranks.data_world_size,
+        row_slice=RowSlice(index=ranks.sequence_rank, count=ranks.sequence_degree),
         micro_batch_rows=config.train.micro_batch_rows,
         global_batch_rows=config.train.global_batch_rows,
         seed=config.seed,
@@ -79,15 +81,20 @@ def open_evaluated_data(
     return replace(config, data=replace(config.data, row_tokens=manifest.row_tokens)), manifest
 
 
-def open_one_pass(config: RunConfig, *, split: "Split", micro_batch_rows: int) -> "Loader":
-    """Every row of a split once, in order, in one process."""
+def open_one_pass(config: RunConfig, *, split: "Split", micro_batch_rows: int, ranks: Ranks | None = None) -> "Loader":
+    """Every row of a split once, in order, in one process; this rank's slices of its share of them where several are
+    given."""
+    from data_pipeline.batch import RowSlice
     from data_pipeline.loader import build_loader
+
+    ranks = ranks or Ranks()
 
     return build_loader(
         replace(config.data, shuffle=False, weights={}),
         split=split,
-        rank=0,
-        world_size=1,
+        rank=ranks.data_rank,
+        world_size=ranks.data_world_size,
+        row_slice=RowSlice(index=ranks.sequence_rank, count=ranks.sequence_degree),
         micro_batch_rows=micro_batch_rows,
         seed=config.seed,
         cache_dir=cache_folder(config),

@@ -46,7 +46,8 @@ def train(config: RunConfig, environment: ProcessEnvironment) -> "Status":
 
     run = build_run(config, environment)
     if environment.ranks.is_main:
-        print(f"kernels: {run.environment['kernels']} (parallel.kernels={config.parallel.kernels})", flush=True)
+        kernels = f"kernels: {run.environment['kernels']} (parallel.kernels={config.parallel.kernels})"
+        print(f"ranks: {run.ranks}, {kernels}", flush=True)
     return run_training(run)
 
 
@@ -57,14 +58,16 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
     from prism_lm.model.cost import flops_per_token
     from prism_lm.model.lm import build_model
     from prism_lm.model.operators import choose_kernels, select_operators
-    from prism_lm.parallel.mesh import choose_device
+    from prism_lm.parallel.apply import apply_to_operators
+    from prism_lm.parallel.mesh import choose_device, cut_rows
     from prism_lm.train.config import compute_accumulation_steps
     from prism_lm.train.state import TrainRun
 
-    ranks = environment.ranks
+    ranks = cut_rows(environment.ranks, config.parallel.sequence_degree, row_tokens=config.data.row_tokens)
     device_type = choose_device(ranks).type
     kernels = choose_kernels(config.parallel.kernels, device_type)
-    compute_accumulation_steps(config.train, world_size=ranks.world_size)
+    operators = select_operators(device_type, kernels)
+    compute_accumulation_steps(config.train, ranks)
     manifest = open_manifest(config)
     train_loader = open_loader(config, ranks, split="train")
     validation_loader = open_loader(config, ranks, split="validation") if config.train.eval_every_steps else None
@@ -74,9 +77,7 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
         parallel=config.parallel,
         ranks=ranks,
         seed=config.seed,
-        build_model=lambda: build_model(
-            config.model, seed=config.seed, operators=select_operators(device_type, kernels)
-        ),
+        build_model=lambda: build_model(config.model, seed=config.seed, operators=apply_to_operators(operators, ranks)),
         build_train_loader=lambda: train_loader,
         build_validation_loader=None if validation_loader is None else lambda: validation_loader,
         flops_per_token=flops_per_token(config.model, config.data.row_tokens),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data_pipeline.batch import RowSlice
 from prism_lm.model.config import ModelConfig
 from prism_lm.parallel.apply import ParallelConfig
 from prism_lm.parallel.mesh import Ranks
@@ -188,21 +189,25 @@ def build_language_config(**settings: Any) -> ModelConfig:
     return ModelConfig(**{**sizes, **defaults, **settings})
 
 
-def build_batch(rows: int, *, seed: int, row_tokens: int = ROW_TOKENS, vocab: int = VOCAB) -> dict[str, Tensor]:
-    """Random rows whose numbers of labels with loss differ from row to row; the last four tokens never occur."""
+def build_batch(
+    rows: int, *, seed: int, row_tokens: int = ROW_TOKENS, vocab: int = VOCAB, starts: float = 0.1
+) -> dict[str, Tensor]:
+    """Random rows whose numbers of labels with loss differ from row to row; the last four tokens never occur. A token
+    starts a document with probability `starts`."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, vocab - 4, (rows, row_tokens + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < torch.rand(rows, 1, generator=generator)] = -100
-    starts = torch.rand(labels.shape, generator=generator) < 0.1
-    return {"input_ids_BT": tokens[:, :-1].contiguous(), "labels_BT": labels, "document_start_BT": starts}
+    document_start_BT = torch.rand(labels.shape, generator=generator) < starts
+    return {"input_ids_BT": tokens[:, :-1].contiguous(), "labels_BT": labels, "document_start_BT": document_start_BT}
 
 
 class ListLoader:
-    """Global batch g of `global_rows` rows is seeded by g; each rank takes its share, micro-batch by micro-batch.
+    """Global batch g of `global_rows` rows is seeded by g; each rank takes its share, micro-batch by micro-batch, and
+    its slice of those rows.
 
-    Every world size and micro-batch size sees the same global batches. `fail_at` raises at that micro-batch, `end_at`
-    ends there, to begin again when next iterated.
+    Every world size, sequence degree and micro-batch size sees the same global batches. `fail_at` raises at that
+    micro-batch, `end_at` ends there, to begin again when next iterated.
     """
 
     def __init__(
@@ -211,25 +216,29 @@ class ListLoader:
         *,
         global_rows: int,
         micro_rows: int,
+        row_tokens: int = ROW_TOKENS,
+        starts: float = 0.1,
         fail_at: int | None = None,
         end_at: int | None = None,
         spoil: Callable[[int, dict[str, Tensor]], None] | None = None,
     ) -> None:
-        self.ranks, self.global_rows, self.micro_rows = ranks, global_rows, micro_rows
+        self.ranks, self.global_rows, self.micro_rows, self.row_tokens = ranks, global_rows, micro_rows, row_tokens
+        self.starts = starts
         self.fail_at, self.end_at, self.spoil = fail_at, end_at, spoil
         self.taken = 0
 
     def __iter__(self) -> Iterator[Any]:
-        per_step = self.global_rows // (self.micro_rows * self.ranks.world_size)
+        per_step = self.global_rows // (self.micro_rows * self.ranks.data_world_size)
+        row_slice = RowSlice(index=self.ranks.sequence_rank, count=self.ranks.sequence_degree)
         if self.taken == self.end_at:
             self.taken = 0
         while self.taken != self.end_at:
             if self.taken == self.fail_at:
                 raise OSError("shard.00003.mds is truncated")
             step, micro = divmod(self.taken, per_step)
-            batch = build_batch(self.global_rows, seed=step)
-            first = (micro * self.ranks.world_size + self.ranks.rank) * self.micro_rows
-            share = {name: tensor[first : first + self.micro_rows] for name, tensor in batch.items()}
+            batch = build_batch(self.global_rows, seed=step, row_tokens=self.row_tokens, starts=self.starts)
+            first = (micro * self.ranks.data_world_size + self.ranks.data_rank) * self.micro_rows
+            share = row_slice.cut({name: tensor[first : first + self.micro_rows] for name, tensor in batch.items()})
             if self.spoil is not None:
                 self.spoil(step, share)
             self.taken += 1

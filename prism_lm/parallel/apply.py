@@ -1,10 +1,11 @@
-"""What is put on a model's blocks from outside: activation checkpointing and compilation."""
+"""What is put on a model from outside: rows cut over processes, activation checkpointing and compilation."""
 
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prism_lm.model.operators import Kernels
+from prism_lm.model.operators import Kernels, Operators
+from prism_lm.parallel.mesh import Ranks, open_sequence_group
 
 if TYPE_CHECKING:
     from torch import nn
@@ -12,16 +13,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the model's blocks are run; nothing here changes what is computed."""
+    """How the model is run; nothing here changes what is computed."""
 
     kernels: Kernels = "auto"
     """Operators of the model: triton, kernels for CUDA devices; plain, torch alone, on any device; auto, triton on CUDA
     and plain elsewhere. A resumed run may change it."""
 
+    sequence_degree: int = 1
+    """Processes that share each row, an equal slice of its tokens each: activations take that much less memory. Divides
+    the number of processes and data.row_tokens; 1 keeps rows whole. A resumed run may change it."""
     activation_checkpointing: bool = False
     "Keep only each block's input and recompute the block in the backward pass: less memory, about a third more work."
     compile: bool = False
     "Compile each block with torch.compile; the first step takes minutes. Not with train.zero_stage=3."
+
+    def __post_init__(self) -> None:
+        if self.sequence_degree < 1:
+            raise ValueError(f"parallel.sequence_degree={self.sequence_degree} must be at least 1; leave it out")
+
+
+def apply_to_operators(operators: Operators, ranks: Ranks) -> Operators:
+    """Operators for rows cut over a sequence group; the same ones where rows are whole.
+
+    Every process calls it, once the process group is up.
+    """
+    if ranks.sequence_degree == 1:
+        return operators
+    from prism_lm.parallel.sequence import shard_operators
+
+    return shard_operators(operators, open_sequence_group(ranks))
 
 
 def apply_to_blocks(model: "nn.Module", config: ParallelConfig) -> None:

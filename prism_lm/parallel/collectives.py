@@ -3,7 +3,7 @@
 Values decided on the host travel as CPU tensors, so that agreeing on them does not wait for the GPU's queue.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar, cast
 
 import torch
@@ -36,6 +36,14 @@ def sum_tensor(tensor: torch.Tensor) -> torch.Tensor:
     if count_processes() > 1:
         dist.all_reduce(total)
     return total
+
+
+def broadcast_tensor(tensor: torch.Tensor, *, source: int) -> torch.Tensor:
+    """The tensor of the rank `source`, as a new tensor; those of the others have its shape and dtype."""
+    received = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if count_processes() > 1:
+        dist.broadcast(received, src=source)
+    return received
 
 
 def gather_objects(value: T) -> list[T]:
@@ -76,6 +84,19 @@ def call_together(function: Callable[[], T]) -> T:
         raise
     raise_together(None)
     return returned
+
+
+def iterate_together(items: Iterable[T], *, name: str) -> Iterator[T]:
+    """The items, each once every rank has one; an error on any rank, or an end on some only, is raised on all."""
+    iterator = call_together(lambda: iter(items))
+    while True:
+        item = call_together(lambda: next(iterator, None))
+        ended, processes = sum_integers([int(item is None)])[0], count_processes()
+        if 0 < ended < processes:
+            raise RunFailed(f"{name} ended on {ended} of {processes} ranks only; pass loaders of equal length")
+        if item is None:
+            return
+        yield item
 
 
 def describe_error(error: BaseException) -> str:

@@ -1,18 +1,29 @@
-"""Which process this is, and the process group all of them share."""
+"""Which process this is, and the groups that processes share.
 
+A sequence group holds slices of the same rows and is one data rank. Its processes are neighbours, so that a group stays
+on one host where it fits. Eight processes, four to a row:
+
+    rank           0 1 2 3   4 5 6 7
+    data_rank      0 0 0 0   1 1 1 1        which rows
+    sequence_rank  0 1 2 3   0 1 2 3        which slice of them
+"""
+
+import math
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
+    from prism_lm.parallel.sequence import SequenceGroup
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among all processes of the run; every process is one data rank."""
+    """This process among all processes of the run."""
 
     rank: int = 0
     "Number of this process, 0 to world_size - 1; 0 writes the run's files and the console."
@@ -20,6 +31,8 @@ class Ranks:
     "Number of this process on its host; it picks the GPU."
     world_size: int = 1
     "Number of processes in the run."
+    sequence_degree: int = 1
+    "Number of processes that share each row; it divides world_size."
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -27,10 +40,74 @@ class Ranks:
                 f"rank={self.rank} must be at least 0 and below world_size={self.world_size}; "
                 "start the processes with torchrun, which sets both"
             )
+        if self.sequence_degree < 1 or self.world_size % self.sequence_degree:
+            raise ValueError(
+                f"sequence_degree={self.sequence_degree} must divide world_size={self.world_size}; "
+                f"use {spell_divisors(self.world_size)}"
+            )
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Number of this process's sequence group: the rows it reads."""
+        return self.rank // self.sequence_degree
+
+    @property
+    def data_world_size(self) -> int:
+        """Number of sequence groups."""
+        return self.world_size // self.sequence_degree
+
+    @property
+    def sequence_rank(self) -> int:
+        """Place of this process in its group: the slice of each row it holds."""
+        return self.rank % self.sequence_degree
+
+    def __str__(self) -> str:
+        return f"{self.data_world_size} data x {self.sequence_degree} sequence"
+
+
+def cut_rows(
+    ranks: Ranks,
+    sequence_degree: int,
+    *,
+    row_tokens: int,
+    key: str = "parallel.sequence_degree",
+    tokens_key: str = "data.row_tokens",
+) -> Ranks:
+    """The ranks with `sequence_degree` of them to a row. Raises ValueError, under these keys, for a number that does
+    not divide processes and tokens."""
+    world_size, typed = ranks.world_size, f"{key}={sequence_degree}"
+    good = spell_divisors(math.gcd(world_size, row_tokens))
+    if sequence_degree > world_size:
+        raise ValueError(
+            f"{typed} must be at most the WORLD_SIZE={world_size} processes of the run; start {sequence_degree} "
+            f"(torchrun --nproc-per-node {sequence_degree}), or use {good}"
+        )
+    if sequence_degree < 1 or world_size % sequence_degree:
+        raise ValueError(f"{typed} must divide the WORLD_SIZE={world_size} processes of the run; use {good}")
+    if row_tokens % sequence_degree:
+        raise ValueError(f"{typed} must divide {tokens_key}={row_tokens}; use {good}")
+    return replace(ranks, sequence_degree=sequence_degree)
+
+
+def spell_divisors(number: int) -> str:
+    """`1, 2 or 4`."""
+    divisors = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
+    return " or ".join([", ".join(divisors[:-1]), divisors[-1]]) if len(divisors) > 1 else divisors[0]
+
+
+def open_sequence_group(ranks: Ranks) -> "SequenceGroup":
+    """The group of this process. Every process of the run calls it, once the default process group is up."""
+    import torch.distributed as dist
+
+    from prism_lm.parallel.sequence import SequenceGroup
+
+    degree = ranks.sequence_degree
+    groups = [dist.new_group(list(range(first, first + degree))) for first in range(0, ranks.world_size, degree)]
+    return SequenceGroup(groups[ranks.data_rank])
 
 
 def choose_device(ranks: Ranks) -> "torch.device":

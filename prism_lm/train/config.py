@@ -5,6 +5,7 @@ from typing import Literal
 
 from prism_lm.checkpoint.manager import CheckpointConfig
 from prism_lm.parallel.apply import ParallelConfig
+from prism_lm.parallel.mesh import Ranks
 from prism_lm.train.optim import OptimConfig
 from prism_lm.train.schedule import ScheduleConfig
 
@@ -16,9 +17,9 @@ class TrainConfig:
     steps: int = 1000
     "Length of the run in steps; the learning rate schedule spans it. Raising it extends a finished run."
     global_batch_rows: int = 8
-    "Rows in one update over all processes; a multiple of micro_batch_rows x the number of processes."
+    "Rows in one update over all processes; a multiple of micro_batch_rows x processes / parallel.sequence_degree."
     micro_batch_rows: int = 4
-    "Rows one process runs forward and backward at once; lower it when memory is short."
+    "Rows one process (or parallel.sequence_degree of them) runs at once; lower it when memory is short."
     precision: Literal["fp32", "bf16"] = "fp32"
     "bf16: weights and activations in bf16, masters, moments and gradient sums in fp32; needs zero_stage 1 or more."
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -61,21 +62,27 @@ class TrainConfig:
             )
 
 
-def compute_accumulation_steps(config: TrainConfig, *, world_size: int) -> int:
+def compute_accumulation_steps(config: TrainConfig, ranks: Ranks) -> int:
     """Micro-batches one process runs for one update. Raises ValueError where the rows do not divide."""
-    rows_at_once = config.micro_batch_rows * world_size
+    rows_at_once = config.micro_batch_rows * ranks.data_world_size
     if config.global_batch_rows % rows_at_once == 0:
         return config.global_batch_rows // rows_at_once
     below = config.global_batch_rows - config.global_batch_rows % rows_at_once
     choices = " or ".join(str(rows) for rows in (below, below + rows_at_once) if rows > 0)
+    shared = f" / parallel.sequence_degree={ranks.sequence_degree}" if ranks.sequence_degree > 1 else ""
     raise ValueError(
         f"train.global_batch_rows={config.global_batch_rows} must be a multiple of train.micro_batch_rows="
-        f"{config.micro_batch_rows} x {world_size} processes; use {choices}"
+        f"{config.micro_batch_rows} x {ranks.world_size} processes{shared}; use {choices}"
     )
 
 
-def check_parallel(config: TrainConfig, parallel: ParallelConfig) -> None:
+def check_parallel(config: TrainConfig, parallel: ParallelConfig, ranks: Ranks) -> None:
     """Raises ValueError for a combination of settings that cannot run."""
+    if parallel.sequence_degree != ranks.sequence_degree:
+        raise ValueError(
+            f"parallel.sequence_degree={parallel.sequence_degree} must equal the sequence_degree="
+            f"{ranks.sequence_degree} of the ranks given; use prism_lm.parallel.mesh.cut_rows"
+        )
     if parallel.compile and config.zero_stage == 3:
         raise ValueError(
             "parallel.compile=true must not go with train.zero_stage=3, whose weights exist only inside hooks that "

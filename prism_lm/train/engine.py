@@ -194,13 +194,18 @@ def build_engine(model: nn.Module, config: TrainConfig, parallel: ParallelConfig
 
 
 def derive_settings(config: TrainConfig, ranks: Ranks, *, num_parameters: int) -> dict[str, Any]:
-    """DeepSpeed's configuration of this run. Gradients are summed, sent and kept in fp32 whatever the weights are."""
+    """DeepSpeed's configuration of this run. Gradients are summed, sent and kept in fp32 whatever the weights are.
+
+    DeepSpeed splits state over all ranks and takes each for a data rank of its own, so that it counts a row that a
+    sequence group shares once for each of them.
+    """
+    accumulation_steps = compute_accumulation_steps(config, ranks)
     bucket = max(1_000_000, min(num_parameters, _LARGEST_BUCKET))
     clipping = config.max_grad_norm if config.zero_stage > 0 else 0.0
     return {
         "train_micro_batch_size_per_gpu": config.micro_batch_rows,
-        "gradient_accumulation_steps": compute_accumulation_steps(config, world_size=ranks.world_size),
-        "train_batch_size": config.global_batch_rows,
+        "gradient_accumulation_steps": accumulation_steps,
+        "train_batch_size": config.micro_batch_rows * accumulation_steps * ranks.world_size,
         "gradient_clipping": clipping,
         "bf16": {"enabled": config.precision == "bf16", "check_grad_overflow": True},
         "data_types": {"grad_accum_dtype": "fp32"},

@@ -51,6 +51,7 @@ def _write_start(run: TrainRun, state: TrainState) -> None:
         "step": state.step,
         "former_end": read_status(run.run_dir) or ("killed" if state.step else None),
         "world_size": run.ranks.world_size,
+        "sequence_degree": run.ranks.sequence_degree,
         "config_sha256": hashlib.sha256(run.config_yaml.encode()).hexdigest(),
     }
     for name, content in {**run.files, "config.yaml": run.config_yaml.encode()}.items():

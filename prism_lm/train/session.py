@@ -10,7 +10,7 @@ import torch
 
 from prism_lm.checkpoint.load import check_fits, newest_checkpoint, read_trainer
 from prism_lm.checkpoint.manager import CheckpointManager
-from prism_lm.parallel.collectives import RunFailed, call_together, gather_objects, sum_integers
+from prism_lm.parallel.collectives import RunFailed, call_together, gather_objects, iterate_together
 from prism_lm.parallel.mesh import check_devices
 from prism_lm.train.config import check_parallel, compute_accumulation_steps
 from prism_lm.train.engine import Engine, build_engine, end_process_group
@@ -53,7 +53,7 @@ class Session:
 
     @property
     def accumulation_steps(self) -> int:
-        return compute_accumulation_steps(self.run.train, world_size=self.run.ranks.world_size)
+        return compute_accumulation_steps(self.run.train, self.run.ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ def choose_start(run: TrainRun) -> Start:
 
     Needs no process group; every rank comes to the same result.
     """
-    compute_accumulation_steps(run.train, world_size=run.ranks.world_size)
-    check_parallel(run.train, run.parallel)
+    compute_accumulation_steps(run.train, run.ranks)
+    check_parallel(run.train, run.parallel, run.ranks)
     check_devices(run.ranks)
     if run.train.eval_every_steps and run.build_validation_loader is None:
         raise ValueError(
@@ -177,25 +177,16 @@ def open_validation_pass(session: Session) -> Iterator[TrainBatch]:
     if not train.eval_rows:
         return _read_validation(session)
     if not session.validation_batches:
-        limit = -(-train.eval_rows // (train.micro_batch_rows * session.run.ranks.world_size))
+        limit = -(-train.eval_rows // (train.micro_batch_rows * session.run.ranks.data_world_size))
         session.validation_batches = list(islice(_read_validation(session), limit))
     return iter(session.validation_batches)
 
 
 def _read_validation(session: Session) -> Iterator[TrainBatch]:
-    loader, world_size = session.validation_loader, session.run.ranks.world_size
-    assert loader is not None
-    iterator, is_first = call_together(lambda: iter(loader)), True
-    while True:
-        batch = call_together(lambda: next(iterator, None))
-        ended = sum_integers([int(batch is None)])[0]
-        if 0 < ended < world_size:
-            raise RunFailed(
-                f"the validation loader ended on {ended} of {world_size} ranks only; pass loaders of equal length"
-            )
-        if batch is None and is_first:
-            raise RunFailed("the validation loader has no rows; set train.eval_every_steps=0 or prepare more data")
-        if batch is None:
-            return
-        is_first = False
+    assert session.validation_loader is not None
+    is_empty = True
+    for batch in iterate_together(session.validation_loader, name="the validation loader"):
+        is_empty = False
         yield batch
+    if is_empty:
+        raise RunFailed("the validation loader has no rows; set train.eval_every_steps=0 or prepare more data")

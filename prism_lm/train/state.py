@@ -20,7 +20,8 @@ Status = Literal["finished", "preempted"]
 
 
 class Loader(Protocol):
-    """Micro-batches of this rank, whose place in the data is a plain state."""
+    """Micro-batches of this rank, or its slices of those of its sequence group; their place in the data is a plain
+    state."""
 
     def __iter__(self) -> Iterator[TrainBatch]:
         """Endless loaders go on where they are; one that ends begins again."""

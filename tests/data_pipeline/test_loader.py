@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from data_pipeline.batch import Batch
+from data_pipeline.batch import Batch, RowSlice
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import DataError
-from data_pipeline.loader import Loader, build_loader, plan_workers
+from data_pipeline.loader import FailureNote, Loader, build_loader, count_local_ranks, plan_workers
 from data_pipeline.synthetic import write_synthetic_dataset
 
 
@@ -72,6 +72,46 @@ def test_the_state_counts_what_was_handed_out_at_that_moment(small, cache_dir) -
     assert [next(iter(loader))["input_ids_BT"].tolist()] == [
         batch["input_ids_BT"].tolist() for batch in take(load(small, cache_dir), 7)[6:]
     ]
+
+
+@pytest.mark.parametrize(("split", "endless"), [("train", True), ("validation", False)])
+def test_group_of_processes_reads_slices_of_the_rows_of_its_data_rank(small, cache_dir, split, endless) -> None:
+    keys = {"world_size": 2, "split": split, "endless": endless, "micro_batch_rows": 2}
+    for rank in range(2):
+        whole = take(load(small, cache_dir, rank=rank, **keys), 3)
+        slices = [RowSlice(index=index, count=4) for index in range(4)]
+        parts = [take(load(small, cache_dir, rank=rank, row_slice=part, **keys), 3) for part in slices]
+        assert whole and {len(part) for part in parts} == {len(whole)}
+        for number, batch in enumerate(whole):
+            for name, tensor in batch.items():
+                assert torch.cat([part[number][name] for part in parts], dim=1).equal(tensor)
+        assert len({json.dumps(load(small, cache_dir, row_slice=part).state_dict()) for part in slices}) == 1
+
+
+def test_nodes_are_counted_in_data_ranks(monkeypatch) -> None:
+    def count(local_processes: int, world_size: int, processes_per_rank: int) -> int:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_processes))
+        return count_local_ranks(world_size, processes_per_rank)
+
+    assert [count(8, 16, 1), count(8, 8, 2), count(8, 2, 8), count(8, 1, 16), count(3, 4, 1)] == [8, 4, 1, 1, 4]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert count_local_ranks(4, 2) == 4
+
+
+def test_failure_of_one_process_of_a_group_reaches_the_others_and_not_a_later_start(tmp_path) -> None:
+    first = FailureNote(tmp_path, is_first=True, shared=True)
+    second = FailureNote(tmp_path, is_first=False, shared=True)
+    second.write("shard.3 is truncated")
+    assert first.read() == second.read() == "shard.3 is truncated"
+    assert FailureNote(tmp_path, is_first=False, shared=True).read() == "shard.3 is truncated"
+    assert FailureNote(tmp_path, is_first=True, shared=True).read() is None
+
+
+def test_slice_of_a_data_rank_finds_the_note_that_its_own_group_left(small, tmp_path) -> None:
+    groups = [load(small, tmp_path, row_slice=RowSlice(index=index, count=2)) for index in range(2)]
+    groups[1].note.write("shard.3 is truncated")
+    with pytest.raises(DataError, match=r"shard\.3 is truncated"):
+        take(groups[0], 1)
 
 
 def test_each_step_holds_the_same_rows_for_one_two_and_four_ranks_over_epoch_ends(small, cache_dir) -> None:

@@ -12,7 +12,7 @@ import torch
 from data_pipeline.synthetic import write_synthetic_dataset
 from launcher.__main__ import EXIT_FAILED, EXIT_USAGE, main
 from launcher.curves import read_metrics
-from tests.harness import find_free_port, run_on
+from tests.harness import build_rank_environment, find_free_port, run_on
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "train" / "tiny.yaml"
 STEPS = 4
@@ -99,6 +99,12 @@ def test_checkpoint_holds_data_alone_for_everyone_to_read(run_dir: Path) -> None
             ["train.global_batch_rows=8", "train.micro_batch_rows=3", "use 6 or 9"],
         ),
         ("train.zero_stage=4", EXIT_USAGE, ["train.zero_stage=4"]),
+        ("parallel.sequence_degree=0", EXIT_USAGE, ["parallel.sequence_degree=0 must be at least 1"]),
+        (
+            "parallel.sequence_degree=2",
+            EXIT_USAGE,
+            ["parallel.sequence_degree=2", "WORLD_SIZE=1", "--nproc-per-node 2", "use 1"],
+        ),
         pytest.param(
             "parallel.kernels=triton",
             EXIT_USAGE,
@@ -157,6 +163,29 @@ def test_verb_on_a_folder_without_a_run_says_what_it_must_be(
 ) -> None:
     assert main(arguments) == EXIT_USAGE
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("world_size", "override", "words"),
+    [
+        (4, "parallel.sequence_degree=3", ["WORLD_SIZE=4", "use 1, 2 or 4"]),
+        (3, "parallel.sequence_degree=3", ["data.row_tokens=64", "use 1"]),
+        (2, "parallel.sequence_degree=4", ["WORLD_SIZE=2", "--nproc-per-node 4", "use 1 or 2"]),
+        (4, "train.global_batch_rows=7", ["train.micro_batch_rows=4", "4 processes", "use 16"]),
+    ],
+)
+def test_degree_that_does_not_fit_is_refused_by_all_ranks_and_told_by_the_first(
+    world_size: int, override: str, words: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+    with mock.patch("torch.distributed.init_process_group", side_effect=AssertionError("a group was started")):
+        for rank in range(world_size):
+            os.environ |= build_rank_environment(rank, world_size, 1)
+            assert main(build_arguments(tmp_path / "run", data, override)) == EXIT_USAGE
+            printed.append(capsys.readouterr().err)
+    assert printed[0].startswith(f"error: {override} must ") and printed[0].count("\n") == 1
+    assert printed[1:] == [""] * (world_size - 1)
+    assert [word for word in words if word not in printed[0]] == []
 
 
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from prism_lm.parallel.mesh import Ranks, check_devices, process_group
+from prism_lm.parallel.mesh import Ranks, check_devices, cut_rows, process_group, spell_divisors
 
 
 def test_rank_0_alone_is_the_main_one() -> None:
@@ -31,6 +31,47 @@ def test_host_without_gpus_holds_any_number_of_processes(monkeypatch: pytest.Mon
 def test_rank_outside_the_world_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rank=2 must be .* below world_size=2; start the processes with torchrun"):
         Ranks(rank=2, world_size=2)
+
+
+@pytest.mark.parametrize(("world_size", "degree"), [(1, 1), (8, 1), (8, 2), (8, 4), (8, 8), (6, 3)])
+def test_every_row_and_slice_has_one_process_and_groups_are_neighbours(world_size: int, degree: int) -> None:
+    ranks = [Ranks(rank=rank, world_size=world_size, sequence_degree=degree) for rank in range(world_size)]
+    assert [one.data_rank * degree + one.sequence_rank for one in ranks] == list(range(world_size))
+    places = {(one.data_rank, one.sequence_rank) for one in ranks}
+    assert places == {(row, part) for row in range(world_size // degree) for part in range(degree)}
+    assert {one.data_world_size for one in ranks} == {world_size // degree}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degree", "row_tokens", "text"),
+    [
+        (4, 3, 4096, r"^parallel\.sequence_degree=3 must divide the WORLD_SIZE=4 processes of the run; use 1, 2 or 4$"),
+        (6, 3, 4096, r"^parallel\.sequence_degree=3 must divide data\.row_tokens=4096; use 1 or 2$"),
+        (3, 3, 4096, r"^parallel\.sequence_degree=3 must divide data\.row_tokens=4096; use 1$"),
+        (
+            2,
+            4,
+            64,
+            r"^parallel\.sequence_degree=4 must be at most the WORLD_SIZE=2 processes of the run; start 4 "
+            r"\(torchrun --nproc-per-node 4\), or use 1 or 2$",
+        ),
+    ],
+)
+def test_degree_that_does_not_fit_is_refused_with_those_that_do(
+    world_size: int, degree: int, row_tokens: int, text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        cut_rows(Ranks(world_size=world_size), degree, row_tokens=row_tokens)
+
+
+def test_slice_of_one_token_is_allowed() -> None:
+    assert cut_rows(Ranks(rank=3, world_size=4), 4, row_tokens=4).sequence_rank == 3
+
+
+def test_ranks_refuse_a_degree_that_does_not_divide_them() -> None:
+    with pytest.raises(ValueError, match=r"sequence_degree=2 must divide world_size=3; use 1 or 3"):
+        Ranks(world_size=3, sequence_degree=2)
+    assert [spell_divisors(number) for number in (1, 3, 8)] == ["1", "1 or 3", "1, 2, 4 or 8"]
 
 
 def test_one_process_needs_no_address_and_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

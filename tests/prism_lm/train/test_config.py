@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from prism_lm.parallel.apply import ParallelConfig
+from prism_lm.parallel.mesh import Ranks
 from prism_lm.train.config import TrainConfig, check_parallel, compute_accumulation_steps
 from prism_lm.train.optim import OptimConfig
 from prism_lm.train.schedule import ScheduleConfig
@@ -46,16 +47,28 @@ def test_optimizer_settings_out_of_range_are_refused(settings: dict[str, float],
 
 def test_accumulation_follows_from_rows_and_processes() -> None:
     config = TrainConfig(global_batch_rows=24, micro_batch_rows=2)
-    assert [compute_accumulation_steps(config, world_size=size) for size in (1, 2, 4, 12)] == [12, 6, 3, 1]
+    assert [compute_accumulation_steps(config, Ranks(world_size=size)) for size in (1, 2, 4, 12)] == [12, 6, 3, 1]
+    cut = [Ranks(world_size=12, sequence_degree=degree) for degree in (1, 2, 3, 12)]
+    assert [compute_accumulation_steps(config, ranks) for ranks in cut] == [1, 2, 3, 12]
 
 
 def test_rows_that_do_not_divide_are_refused_with_rows_that_do() -> None:
     config = TrainConfig(global_batch_rows=10, micro_batch_rows=2)
     text = r"train\.global_batch_rows=10 must be a multiple of train\.micro_batch_rows=2 x 4 processes; use 8 or 16"
     with pytest.raises(ValueError, match=text):
-        compute_accumulation_steps(config, world_size=4)
+        compute_accumulation_steps(config, Ranks(world_size=4))
+    text = r"train\.micro_batch_rows=2 x 8 processes / parallel\.sequence_degree=2; use 8 or 16"
+    with pytest.raises(ValueError, match=text):
+        compute_accumulation_steps(config, Ranks(world_size=8, sequence_degree=2))
 
 
 def test_compiling_with_split_weights_is_refused() -> None:
     with pytest.raises(ValueError, match=r"parallel\.compile=true must not go with train\.zero_stage=3"):
-        check_parallel(TrainConfig(zero_stage=3), ParallelConfig(compile=True))
+        check_parallel(TrainConfig(zero_stage=3), ParallelConfig(compile=True), Ranks())
+
+
+def test_degree_of_the_settings_must_be_that_of_the_ranks() -> None:
+    with pytest.raises(ValueError, match=r"parallel\.sequence_degree=2 must equal the sequence_degree=1 of the ranks"):
+        check_parallel(TrainConfig(), ParallelConfig(sequence_degree=2), Ranks(world_size=2))
+    with pytest.raises(ValueError, match=r"parallel\.sequence_degree=0 must be at least 1; leave it out"):
+        ParallelConfig(sequence_degree=0)

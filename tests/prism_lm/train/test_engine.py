@@ -252,3 +252,9 @@ def test_gradients_are_summed_sent_and_kept_in_fp32_for_bf16_weights() -> None:
     assert settings["communication_data_type"] == "fp32"
     assert settings["data_types"] == {"grad_accum_dtype": "fp32"}
     assert settings["gradient_accumulation_steps"] == GLOBAL_ROWS // (2 * MICRO_ROWS)
+
+
+def test_engine_counts_a_shared_row_once_for_each_process_that_holds_a_slice() -> None:
+    settings = derive_settings(build_config("fp32", 1), Ranks(world_size=4, sequence_degree=2), num_parameters=10)
+    assert settings["gradient_accumulation_steps"] == GLOBAL_ROWS // (2 * MICRO_ROWS)
+    assert settings["train_batch_size"] == 2 * GLOBAL_ROWS
