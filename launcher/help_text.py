@@ -21,6 +21,12 @@ def add_kernels_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", choices=kernel_choices(), default="auto", help=words)
 
 
+def add_sequence_degree_option(parser: argparse.ArgumentParser) -> None:
+    """--sequence-degree, for verbs that torchrun may start as several processes."""
+    words = "under torchrun: processes that share each row, dividing their number and the row (default: all of them)"
+    parser.add_argument("--sequence-degree", type=int, metavar="N", help=words)
+
+
 def describe_config(config_class: type[Any]) -> str:
     """Every key of a configuration dataclass, nested ones with dots, as lines of text for a terminal."""
     return "\n".join(_describe_fields(config_class, prefix=""))

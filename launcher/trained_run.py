@@ -1,5 +1,7 @@
-"""A run as others use it: its model with the newest complete checkpoint's weights, and its tokenizer."""
+"""A run as others use it: its newest complete checkpoint, its tokenizer, and the model on one process or on several."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,26 +11,39 @@ from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from launcher.config import RunConfig, load_config
 from prism_lm.checkpoint.load import load_weights, newest_checkpoint, read_trainer
 from prism_lm.model.lm import LanguageModel, build_model
-from prism_lm.model.operators import Kernels, select_operators
-from prism_lm.parallel.mesh import Ranks, choose_device
+from prism_lm.model.operators import Kernels, Operators, select_operators
+from prism_lm.parallel.mesh import Ranks, check_devices, choose_device, process_group
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainedRun:
-    """Everything that evaluation and generation need; `step` is the checkpoint's."""
+class SavedRun:
+    """What a run folder holds, apart from the weights; `step` is the checkpoint's."""
 
     config: RunConfig
-    model: LanguageModel
+    checkpoint: Path
     tokenizer: Tokenizer
     step: int
     tokens: int
     device: torch.device
+    operators: Operators
 
 
-def load_trained_run(run_dir: Path, *, kernels: Kernels = "auto") -> TrainedRun:
-    """Load the newest complete checkpoint of a run. Raises ValueError where the folder holds none, and for Triton
-    kernels without a CUDA device."""
-    device = choose_device(Ranks())
+@dataclass(frozen=True, kw_only=True)
+class TrainedRun(SavedRun):
+    """Everything that evaluation and generation need."""
+
+    model: LanguageModel
+
+
+def find_run(run_dir: Path, *, kernels: Kernels = "auto", ranks: Ranks | None = None) -> SavedRun:
+    """Read all but the weights of a run's newest complete checkpoint. Needs no process group.
+
+    Raises ValueError where the folder holds none, for Triton kernels without a CUDA device, and for more ranks than
+    devices.
+    """
+    ranks = ranks or Ranks()
+    check_devices(ranks)
+    device = choose_device(ranks)
     operators = select_operators(device.type, kernels, key="--kernels")
     if not (run_dir / "config.yaml").is_file():
         raise ValueError(
@@ -39,15 +54,44 @@ def load_trained_run(run_dir: Path, *, kernels: Kernels = "auto") -> TrainedRun:
         raise ValueError(
             f"RUN={run_dir} must hold a complete checkpoint; train to the first train.checkpoint.save_every_steps"
         )
-    config = load_config(RunConfig, run_dir / "config.yaml")
-    model = build_model(config.model, seed=config.seed, device=device, operators=operators)
-    load_weights(model, checkpoint)
     trainer = read_trainer(checkpoint)
-    return TrainedRun(
-        config=config,
-        model=model.eval(),
+    return SavedRun(
+        config=load_config(RunConfig, run_dir / "config.yaml"),
+        checkpoint=checkpoint,
         tokenizer=load_tokenizer(run_dir / "tokenizer.model"),
         step=int(trainer["step"]),
         tokens=int(trainer["tokens"]),
         device=device,
+        operators=operators,
     )
+
+
+def load_trained_run(run_dir: Path, *, kernels: Kernels = "auto") -> TrainedRun:
+    """Load a run on one process. Raises ValueError as find_run does."""
+    return load_model(find_run(run_dir, kernels=kernels))
+
+
+def load_model(run: SavedRun, operators: Operators | None = None) -> TrainedRun:
+    """Add the model, with the checkpoint's weights, on the run's operators or on others."""
+    given = operators or run.operators
+    model = build_model(run.config.model, seed=run.config.seed, device=run.device, operators=given)
+    load_weights(model, run.checkpoint)
+    return TrainedRun(**vars(run), model=model.eval())
+
+
+def share_weights(model: LanguageModel, operators: Operators) -> LanguageModel:
+    """The same model on other operators, for inference; its weights are `model`'s own."""
+    with torch.device("meta"):
+        twin = LanguageModel(model.config, operators=operators)
+    twin.load_state_dict(model.state_dict(), assign=True)
+    return twin.eval()
+
+
+@contextmanager
+def all_ranks(ranks: Ranks) -> Generator[None, None, None]:
+    """The process group of the run for the time of the block; nothing where one process is alone."""
+    if ranks.world_size == 1:
+        yield
+        return
+    with process_group(ranks):
+        yield

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from prism_lm.model.lm import IGNORED_LABEL
+from prism_lm.parallel.collectives import iterate_together, sum_tensor
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,19 @@ class ScoredModel(Protocol):
 def score_batches(
     model: ScoredModel, batches: Iterable[ScoredBatch], token_bytes_V: Tensor, device: torch.device
 ) -> Score:
-    """Score every label of the batches that is not -100.
+    """Score every label of the batches that is not -100, those of all processes of the run; each passes equally many.
 
     `token_bytes_V` (int64, on the CPU) holds the bytes of text each token stands for: 0 for the document marks.
-    Raises ValueError if the batches hold no label at all.
+    Raises ValueError if the batches hold no label at all; what a rank meets while reading is raised on all of them.
     """
     nats, num_tokens, num_bytes = 0.0, 0, 0
-    for batch in batches:
+    for batch in iterate_together(batches, name="the evaluated split"):
         inputs, starts, labels = (batch[key].to(device) for key in ("input_ids_BT", "document_start_BT", "labels_BT"))
         nats += float(model(inputs, starts, labels))
         counted = batch["labels_BT"][batch["labels_BT"] != IGNORED_LABEL]
         num_tokens += counted.numel()
         num_bytes += int(token_bytes_V[counted].sum())
+    nats, num_tokens, num_bytes = sum_tensor(torch.tensor([nats, num_tokens, num_bytes], dtype=torch.float64)).tolist()
     if num_tokens == 0:
         raise ValueError("evaluated split must hold at least one token; prepare it with a larger share of the text")
-    return Score(nats, num_tokens, num_bytes)
+    return Score(nats, int(num_tokens), int(num_bytes))

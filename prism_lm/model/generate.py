@@ -3,10 +3,17 @@
 Dims: B batch (prompts), T tokens, V vocabulary.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from prism_lm.model.decode_state import DecodeState
 from prism_lm.model.lm import LanguageModel
+
+ReadPrompt = Callable[[Tensor, Tensor], tuple[Tensor, DecodeState]]
+"Token ids and document starts, both BT, to the last token's logits (B, 1, V) and the state after it."
 
 
 @torch.no_grad()
@@ -21,22 +28,22 @@ def generate(
     seed: int = 0,
     stop_token: int | None = None,
     num_known_tokens: int | None = None,
+    read_prompt: ReadPrompt | None = None,
 ) -> list[list[int]]:
     """New token ids for each prompt, without the prompt and without the stop token; prompts may differ in length.
 
     temperature 0 takes the likeliest token. top_k 0 and top_p 1 leave every token possible. A prompt's text depends on
     the seed and its place in the list, not on the other prompts. Generation of a prompt ends at stop_token (None:
     never) or after max_new_tokens. Only ids below num_known_tokens are drawn, those of a tokenizer smaller than the
-    model's vocabulary (None: all). Raises ValueError for a setting out of range, no prompt, an empty prompt or an
-    unknown id.
+    model's vocabulary (None: all). read_prompt reads the prompts in the model's place, which takes the steps.
+    Raises ValueError for a setting out of range, no prompt, an empty prompt or an unknown id.
     """
     _check_settings(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     _check_prompts(prompts_ids, model.config.vocab_size)
     device = next(model.parameters()).device
     input_ids_BT, document_start_BT = pad_left(prompts_ids)
-    logits_BTV, state = model.logits(
-        input_ids_BT.to(device), document_start_BT=document_start_BT.to(device), last_only=True
-    )
+    read_prompt = read_prompt or partial(_read_whole, model)
+    logits_BTV, state = read_prompt(input_ids_BT.to(device), document_start_BT.to(device))
     generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts_ids))]
     texts = _Texts(len(prompts_ids), stop_token)
     for remaining in range(max_new_tokens - 1, -1, -1):
@@ -49,6 +56,10 @@ def generate(
             break
         logits_BTV, state = model.logits(token_B[:, None], state=state, last_only=True)
     return texts.tokens
+
+
+def _read_whole(model: LanguageModel, input_ids_BT: Tensor, document_start_BT: Tensor) -> tuple[Tensor, DecodeState]:
+    return model.logits(input_ids_BT, document_start_BT=document_start_BT, last_only=True)
 
 
 def pad_left(prompts_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
