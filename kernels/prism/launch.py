@@ -1,8 +1,8 @@
 """How each kernel of the chunk form is launched: block widths, warps, pipeline stages.
 
-A fixed table, keyed by widths, written pairs, element size and chunk alone: nothing is tuned while a run is on, so every rank
-and every step of it, and every T, B and number of documents, use the same kernels. The settings were measured on an
-H200 (LOG.md), and the GPU tests hold each of them against fp64 for both numbers of pairs.
+A fixed table, keyed by widths, written pairs, element size and chunk alone: nothing is tuned while a run is on, so
+every rank and every step of it, and every T, B and number of documents, use the same kernels. The settings were
+measured on an H200 (LOG.md), and the GPU tests hold each of them against fp64 for both numbers of pairs.
 """
 
 from collections.abc import Iterator
