@@ -56,26 +56,60 @@ def prism_scan_chunked(
     """
     check_scan_inputs(query_BTHK, key_BTMHK, residual_BTHV, gain_BTLHV, step_size_BTMH, log_decay_BTH, activation)
     check_scan_state(query_BTHK, residual_BTHV, entry_state_BHVK, document_start_BT, chunk_tokens)
-    dtype = compute_dtype_of(query_BTHK)
-    B, T, H, K = query_BTHK.shape
-    V = residual_BTHV.shape[-1]
-    C = min(chunk_tokens, max(MIN_CHUNK_TOKENS, 1 << (T - 1).bit_length()))
-    write_BTMHV = compute_writes(residual_BTHV, gain_BTLHV, step_size_BTMH, activation)
+    cut = cut_scan(
+        query_BTHK, key_BTMHK, residual_BTHV, gain_BTLHV, step_size_BTMH, log_decay_BTH,
+        activation, document_start_BT, chunk_tokens,
+    )  # fmt: skip
+    (B, _, H, K), V, dtype = query_BTHK.shape, residual_BTHV.shape[-1], cut.query_PCK.dtype
     if entry_state_BHVK is None:
         entry_GKV = query_BTHK.new_zeros(B * H, K, V, dtype=dtype)
     else:
         entry_GKV = entry_state_BHVK.to(dtype).mT.reshape(B * H, K, V)
-    out_PCV, final_GKV = _ChunkScan.apply(
+    out_PCV, final_GKV = _ChunkScan.apply(entry_GKV, *cut)
+    return join_chunks(out_PCV, query_BTHK), final_GKV.view(B, H, K, V).mT
+
+
+class Cut(NamedTuple):
+    """Tensors of a scan cut in chunks, in the dtype of computation; queries are scaled."""
+
+    query_PCK: torch.Tensor
+    key_PJK: torch.Tensor
+    write_PJV: torch.Tensor
+    erase_PC: torch.Tensor  # the first pair's step sizes
+    log_decay_PC: torch.Tensor
+    segment_PC: torch.Tensor | None  # how many documents began in the chunk, up to and with each token
+
+
+def cut_scan(
+    query_BTHK: torch.Tensor,
+    key_BTMHK: torch.Tensor,
+    residual_BTHV: torch.Tensor,
+    gain_BTLHV: torch.Tensor | None,
+    step_size_BTMH: torch.Tensor,
+    log_decay_BTH: torch.Tensor,
+    activation: Activation,
+    document_start_BT: torch.Tensor | None,
+    chunk_tokens: int,
+) -> Cut:
+    """A scan's arguments in chunks of at most chunk_tokens; a short row gets shorter ones."""
+    dtype, (_, T, H, K) = compute_dtype_of(query_BTHK), query_BTHK.shape
+    C = min(chunk_tokens, max(MIN_CHUNK_TOKENS, 1 << (T - 1).bit_length()))
+    write_BTMHV = compute_writes(residual_BTHV, gain_BTLHV, step_size_BTMH, activation)
+    return Cut(
         _cut_tokens(query_BTHK.to(dtype) * K**-0.5, C),
         _cut_pairs(key_BTMHK.to(dtype), C),
         _cut_pairs(write_BTMHV, C),
         _cut_tokens(step_size_BTMH[:, :, 0, :, None].to(dtype), C).squeeze(-1),
         _cut_tokens(log_decay_BTH[..., None].to(dtype), C).squeeze(-1),
-        entry_GKV,
         None if document_start_BT is None else _compute_segments(document_start_BT, H, C),
     )
-    out_BTHV = out_PCV.view(B, H, -1, V)[:, :, :T].transpose(1, 2)
-    return out_BTHV.to(query_BTHK.dtype), final_GKV.view(B, H, K, V).mT
+
+
+def join_chunks(out_PCV: torch.Tensor, query_BTHK: torch.Tensor) -> torch.Tensor:
+    """The output (B, T, H, V) in query's dtype."""
+    B, T, H, _ = query_BTHK.shape
+    out_BTHV = out_PCV.view(B, H, -1, out_PCV.shape[-1])[:, :, :T].transpose(1, 2)
+    return out_BTHV.to(query_BTHK.dtype)
 
 
 def _cut_tokens(tensor_BTHX: torch.Tensor, C: int) -> torch.Tensor:
@@ -133,13 +167,6 @@ def _invert_unit_lower(strict_PCC: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve_triangular(strict_PCC, eye.expand_as(strict_PCC), upper=False, unitriangular=True)
 
 
-def _compute_scores(read_PUK: torch.Tensor, key_PJK: torch.Tensor, decays: _Decays) -> torch.Tensor:
-    """(P, U, J): rows of queries Gam.(q K_l^T) over rows of first keys b Gs.(k K_l^T)."""
-    scores_PUJ = torch.bmm(read_PUK, key_PJK.mT)
-    _pair_view(scores_PUJ).mul_(_both_decays(decays))
-    return scores_PUJ
-
-
 def _pair_view(tensor_PUJ: torch.Tensor) -> torch.Tensor:
     """(P, U, J) as (P, 2, C, M, C)."""
     P, U, J = tensor_PUJ.shape
@@ -150,7 +177,7 @@ def _both_decays(decays: _Decays) -> torch.Tensor:
     return torch.stack([decays.between_PCC, decays.strict_PCC], dim=1).unsqueeze(3)
 
 
-def _run_states(step_GNKK: torch.Tensor, source_GNKV: torch.Tensor, entry_GKV: torch.Tensor) -> list[torch.Tensor]:
+def run_states(step_GNKK: torch.Tensor, source_GNKV: torch.Tensor, entry_GKV: torch.Tensor) -> list[torch.Tensor]:
     """The N + 1 states of S_{n+1} = step_n S_n + source_n."""
     states = [entry_GKV]
     for step_GKK, source_GKV in zip(step_GNKK.unbind(1), source_GNKV.unbind(1), strict=True):
@@ -175,63 +202,110 @@ def _compute_step(carry_P: torch.Tensor, exit_key_PCK: torch.Tensor, w_PCK: torc
     return step_PKK
 
 
-class _Saved(NamedTuple):
-    """What the forward keeps for the backward."""
+class Prepared(NamedTuple):
+    """What no state enters, of every chunk."""
 
     read_PUK: torch.Tensor  # queries, then b k
     key_PJK: torch.Tensor
     erase_PC: torch.Tensor
+    value_PJV: torch.Tensor  # u, then E_l for l >= 2
+    inverse_PCC: torch.Tensor
+    scores_PUJ: torch.Tensor  # rows of queries Gam.(q K_l^T) over rows of first keys b Gs.(k K_l^T)
+    w_PCK: torch.Tensor
+    decays: _Decays
+    step_PKK: torch.Tensor  # M
+    source_PKV: torch.Tensor  # N
+
+
+class Saved(NamedTuple):
+    """What the forward keeps for the backward."""
+
+    read_PUK: torch.Tensor
+    key_PJK: torch.Tensor
+    erase_PC: torch.Tensor
     value_PJV: torch.Tensor  # V', then E_l for l >= 2
-    state_PKV: torch.Tensor  # at each chunk's start
     inverse_PCC: torch.Tensor
     scores_PUJ: torch.Tensor
     w_PCK: torch.Tensor
+    state_PKV: torch.Tensor  # at each chunk's start
     decays: _Decays
+
+    def flatten(self) -> tuple[torch.Tensor, ...]:
+        """Tensors alone, for `save_for_backward`."""
+        return (*self[:-1], *self.decays)
+
+    @classmethod
+    def from_flat(cls, tensors: tuple[torch.Tensor, ...]) -> "Saved":
+        """What `flatten` returned."""
+        last = len(cls._fields) - 1
+        return cls(*tensors[:last], _Decays(*tensors[last:]))
 
 
 class _ChunkScan(torch.autograd.Function):
-    """The chunk form on cut tensors, (P, C, .) and (P, J, .): output (P, C, V) and final state (G, K, V)."""
+    """The chunk form on an entry state (G, K, V) and what `Cut` holds: output (P, C, V) and final state (G, K, V)."""
 
     @staticmethod
-    def forward(ctx, query_PCK, key_PJK, write_PJV, erase_PC, log_decay_PC, entry_GKV, segment_PC):
-        (_, C, K), G = query_PCK.shape, entry_GKV.shape[0]
-        decays = _compute_decays(log_decay_PC, segment_PC)
-        read_PUK = torch.cat([query_PCK, erase_PC[:, :, None] * key_PJK[:, :C]], dim=1)
-        scores_PUJ = _compute_scores(read_PUK, key_PJK, decays)
-        inverse_PCC = _invert_unit_lower(scores_PUJ[:, C:, :C])
-        value_PJV = _solve_values(inverse_PCC, scores_PUJ[:, C:, C:], write_PJV)
-        w_PCK = torch.bmm(inverse_PCC, decays.entry_PC[:, :, None] * read_PUK[:, C:])
-        exit_key_PJK = _scale_pairs(key_PJK, decays.exit_PC)
-        step_PKK = _compute_step(decays.carry_P, exit_key_PJK[:, :C], w_PCK)
-        source_GNKV = torch.bmm(exit_key_PJK.mT, value_PJV).unflatten(0, (G, -1))
-        states = _run_states(step_PKK.view(G, -1, K, K), source_GNKV, entry_GKV)
-        state_PKV = torch.stack(states[:-1], dim=1).flatten(0, 1)
-        value_PJV[:, :C].baddbmm_(w_PCK, state_PKV, alpha=-1)
-        out_PCV = torch.bmm(scores_PUJ[:, :C], value_PJV)
-        out_PCV = torch.baddbmm(out_PCV, decays.entry_PC[:, :, None] * query_PCK, state_PKV)
-        saved = (read_PUK, key_PJK, erase_PC, value_PJV, state_PKV, inverse_PCC, scores_PUJ, w_PCK)
-        ctx.save_for_backward(*saved, *decays)
+    def forward(ctx, entry_GKV, *cut):
+        G = entry_GKV.shape[0]
+        chunks = prepare_chunks(Cut(*cut))
+        states = run_states(chunks.step_PKK.unflatten(0, (G, -1)), chunks.source_PKV.unflatten(0, (G, -1)), entry_GKV)
+        out_PCV, saved = read_out(chunks, torch.stack(states[:-1], dim=1).flatten(0, 1))
+        ctx.save_for_backward(*saved.flatten())
         return out_PCV, states[-1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out_PCV, grad_final_GKV):
-        tensors = ctx.saved_tensors  # read once: activation checkpointing allows no second reading
-        saved = _Saved(*tensors[:8], _Decays(*tensors[8:]))
-        grad_next_PKV, grad_entry_GKV = _run_state_grads(saved, grad_out_PCV, grad_final_GKV)
-        grad_write_PJV = _compute_write_grads(saved, grad_out_PCV, grad_next_PKV)
-        C = grad_out_PCV.shape[1]
-        back_PUV = torch.cat([grad_out_PCV, -grad_write_PJV[:, :C]], dim=1)
-        link_PUJ = torch.bmm(back_PUV, saved.value_PJV.mT)
-        pair_PC = _sum_pair_grads(link_PUJ * saved.scores_PUJ)
-        _pair_view(link_PUJ).mul_(_both_decays(saved.decays))
-        grad_query_PCK, grad_read_PCK, through_PC = _compute_read_grads(saved, back_PUV, link_PUJ)
-        grad_key_PJK, exit_PC = _compute_key_grads(saved, link_PUJ, grad_next_PKV)
-        grad_key_PJK[:, :C].addcmul_(saved.erase_PC[:, :, None], grad_read_PCK)
-        grad_erase_PC = (saved.key_PJK[:, :C] * grad_read_PCK).sum(-1)
-        carry_P = saved.decays.carry_P * (saved.state_PKV * grad_next_PKV).sum((1, 2))
-        grad_log_decay_PC = _sum_decay_grads(pair_PC + through_PC, exit_PC, carry_P)
-        return grad_query_PCK, grad_key_PJK, grad_write_PJV, grad_erase_PC, grad_log_decay_PC, grad_entry_GKV, None
+        saved = Saved.from_flat(ctx.saved_tensors)  # read once: activation checkpointing allows no second reading
+        back_GNKK, source_GNKV = prepare_state_grads(saved, grad_out_PCV, grad_final_GKV.shape[0])
+        grads = run_states(back_GNKK, source_GNKV, grad_final_GKV)
+        grad_next_PKV = torch.stack(grads[-2::-1], dim=1).flatten(0, 1)
+        return grads[-1], *compute_cut_grads(saved, grad_out_PCV, grad_next_PKV), None
+
+
+def prepare_chunks(cut: Cut) -> Prepared:
+    """The forward up to the states of `run_states`."""
+    C, key_PJK = cut.query_PCK.shape[1], cut.key_PJK
+    decays = _compute_decays(cut.log_decay_PC, cut.segment_PC)
+    read_PUK = torch.cat([cut.query_PCK, cut.erase_PC[:, :, None] * key_PJK[:, :C]], dim=1)
+    scores_PUJ = torch.bmm(read_PUK, key_PJK.mT)
+    _pair_view(scores_PUJ).mul_(_both_decays(decays))
+    inverse_PCC = _invert_unit_lower(scores_PUJ[:, C:, :C])
+    value_PJV = _solve_values(inverse_PCC, scores_PUJ[:, C:, C:], cut.write_PJV)
+    w_PCK = torch.bmm(inverse_PCC, decays.entry_PC[:, :, None] * read_PUK[:, C:])
+    exit_key_PJK = _scale_pairs(key_PJK, decays.exit_PC)
+    step_PKK = _compute_step(decays.carry_P, exit_key_PJK[:, :C], w_PCK)
+    source_PKV = torch.bmm(exit_key_PJK.mT, value_PJV)
+    kept = (read_PUK, key_PJK, cut.erase_PC, value_PJV, inverse_PCC, scores_PUJ, w_PCK, decays)
+    return Prepared(*kept, step_PKK, source_PKV)
+
+
+def read_out(chunks: Prepared, state_PKV: torch.Tensor) -> tuple[torch.Tensor, Saved]:
+    """The output (P, C, V) from the states at the chunks' starts. Turns the chunks' u into V' in place."""
+    C = chunks.erase_PC.shape[1]
+    chunks.value_PJV[:, :C].baddbmm_(chunks.w_PCK, state_PKV, alpha=-1)
+    out_PCV = torch.bmm(chunks.scores_PUJ[:, :C], chunks.value_PJV)
+    out_PCV = torch.baddbmm(out_PCV, chunks.decays.entry_PC[:, :, None] * chunks.read_PUK[:, :C], state_PKV)
+    return out_PCV, Saved(*chunks[:7], state_PKV, chunks.decays)
+
+
+def compute_cut_grads(
+    saved: Saved, grad_out_PCV: torch.Tensor, grad_next_PKV: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of the floats of `Cut`, from those of the output and of the state after each chunk."""
+    grad_write_PJV = _compute_write_grads(saved, grad_out_PCV, grad_next_PKV)
+    C = grad_out_PCV.shape[1]
+    back_PUV = torch.cat([grad_out_PCV, -grad_write_PJV[:, :C]], dim=1)
+    link_PUJ = torch.bmm(back_PUV, saved.value_PJV.mT)
+    pair_PC = _sum_pair_grads(link_PUJ * saved.scores_PUJ)
+    _pair_view(link_PUJ).mul_(_both_decays(saved.decays))
+    grad_query_PCK, grad_read_PCK, through_PC = _compute_read_grads(saved, back_PUV, link_PUJ)
+    grad_key_PJK, exit_PC = _compute_key_grads(saved, link_PUJ, grad_next_PKV)
+    grad_key_PJK[:, :C].addcmul_(saved.erase_PC[:, :, None], grad_read_PCK)
+    grad_erase_PC = (saved.key_PJK[:, :C] * grad_read_PCK).sum(-1)
+    carry_P = saved.decays.carry_P * (saved.state_PKV * grad_next_PKV).sum((1, 2))
+    grad_log_decay_PC = _sum_decay_grads(pair_PC + through_PC, exit_PC, carry_P)
+    return grad_query_PCK, grad_key_PJK, grad_write_PJV, grad_erase_PC, grad_log_decay_PC
 
 
 def _solve_values(inverse_PCC: torch.Tensor, forget_PCJ: torch.Tensor, write_PJV: torch.Tensor) -> torch.Tensor:
@@ -242,21 +316,18 @@ def _solve_values(inverse_PCC: torch.Tensor, forget_PCJ: torch.Tensor, write_PJV
     return torch.cat([torch.bmm(inverse_PCC, first_PCV), rest_PJV], dim=1)
 
 
-def _run_state_grads(
-    saved: _Saved, grad_out_PCV: torch.Tensor, grad_final_GKV: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the state after each chunk (P, K, V) and of the entry state (G, K, V)."""
-    C, G, decays = grad_out_PCV.shape[1], grad_final_GKV.shape[0], saved.decays
+def prepare_state_grads(saved: Saved, grad_out_PCV: torch.Tensor, G: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Steps (G, N, K, K) and sources (G, N, K, V), last chunk first, with which `run_states` runs the gradient of the
+    state after the last chunk back to that of the entry state."""
+    C, decays = grad_out_PCV.shape[1], saved.decays
     step_PKK = _compute_step(decays.carry_P, decays.exit_PC[:, :, None] * saved.key_PJK[:, :C], saved.w_PCK)
     entry_query_PCK = decays.entry_PC[:, :, None] * saved.read_PUK[:, :C]
     reach_PCK = torch.baddbmm(entry_query_PCK, saved.scores_PUJ[:, :C, :C], saved.w_PCK, alpha=-1)
     source_GNKV = torch.bmm(reach_PCK.mT, grad_out_PCV).unflatten(0, (G, -1))
-    back_GNKK = step_PKK.mT.unflatten(0, (G, -1))
-    grads = _run_states(back_GNKK.flip(1), source_GNKV.flip(1), grad_final_GKV)
-    return torch.stack(grads[-2::-1], dim=1).flatten(0, 1), grads[-1]
+    return step_PKK.mT.unflatten(0, (G, -1)).flip(1), source_GNKV.flip(1)
 
 
-def _compute_write_grads(saved: _Saved, grad_out_PCV: torch.Tensor, grad_next_PKV: torch.Tensor) -> torch.Tensor:
+def _compute_write_grads(saved: Saved, grad_out_PCV: torch.Tensor, grad_next_PKV: torch.Tensor) -> torch.Tensor:
     """(P, J, V): lambda for the first writes, then dE_l."""
     C = grad_out_PCV.shape[1]
     attend_PCJ, forget_PCJ = saved.scores_PUJ.split(C, dim=1)
@@ -270,7 +341,7 @@ def _compute_write_grads(saved: _Saved, grad_out_PCV: torch.Tensor, grad_next_PK
 
 
 def _compute_read_grads(
-    saved: _Saved, back_PUV: torch.Tensor, link_PUJ: torch.Tensor
+    saved: Saved, back_PUV: torch.Tensor, link_PUJ: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of the queries and of (b k) as reads, and what reaches log decay through the entry state (P, C)."""
     C = saved.erase_PC.shape[1]
@@ -281,7 +352,7 @@ def _compute_read_grads(
 
 
 def _compute_key_grads(
-    saved: _Saved, link_PUJ: torch.Tensor, grad_next_PKV: torch.Tensor
+    saved: Saved, link_PUJ: torch.Tensor, grad_next_PKV: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of all keys as written (P, J, K), and what reaches log decay through the exit state (P, C)."""
     C = saved.erase_PC.shape[1]
