@@ -13,7 +13,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     import torch
@@ -107,7 +107,7 @@ def open_sequence_group(ranks: Ranks) -> "SequenceGroup":
 
     degree = ranks.sequence_degree
     groups = [dist.new_group(list(range(first, first + degree))) for first in range(0, ranks.world_size, degree)]
-    return SequenceGroup(groups[ranks.data_rank])
+    return SequenceGroup(cast("dist.ProcessGroup", groups[ranks.data_rank]))
 
 
 def choose_device(ranks: Ranks) -> "torch.device":
