@@ -98,7 +98,7 @@ def shard_operators(operators: Operators, group: SequenceGroup) -> Operators:
         return operators
     short_conv: ShortConvolution = partial(short_conv_sharded, group=group, short_conv=operators.short_conv)
     attention: Attention = partial(causal_attention_sharded, group=group)
-    scan = cast(Scan, partial(torch.compiler.disable(_find_sharded(operators.scan)), group=group))
+    scan: Scan = partial(_find_sharded(operators.scan), group=group)
     return replace(operators, scan=scan, step=None, short_conv=short_conv, attention=attention)
 
 
