@@ -19,6 +19,10 @@ from kernels.prism.chunk_fwd import Decays, Forward, Solved, run_forward
 from kernels.prism.reference import check_scan_inputs, check_scan_state
 
 PLAIN = "prism_scan_chunked"
+NAMES = (
+    "query_BTHK", "key_BTMHK", "residual_BTHV", "gain_BTLHV", "step_size_BTMH", "log_decay_BTH",
+    "entry_state_BHVK", "document_start_BT",
+)  # fmt: skip
 MAX_WIDTH, WIDTH_MULTIPLE, MAX_PAIRS = 256, 16, 4
 CHUNK_TOKENS = (64, 32, 16)
 # In fp32 a chunk of 64 would not fit in shared memory.
@@ -47,27 +51,41 @@ def prism_scan(
 
     Raises ValueError on shapes, dtypes and devices that do not fit; `prism_scan_chunked` takes the rest.
     """
-    check_scan_inputs(query_BTHK, key_BTMHK, residual_BTHV, gain_BTLHV, step_size_BTMH, log_decay_BTH, activation)
-    check_scan_state(query_BTHK, residual_BTHV, entry_state_BHVK, document_start_BT, chunk_tokens)
-    _check_kernel_limits(query_BTHK, key_BTMHK, residual_BTHV, gain_BTLHV, chunk_tokens)
-    optional = {"entry_state_BHVK": entry_state_BHVK, "document_start_BT": document_start_BT}
-    given = {"query_BTHK": query_BTHK, "key_BTMHK": key_BTMHK, "residual_BTHV": residual_BTHV, "gain_BTLHV": gain_BTLHV}
-    check_on_gpu(
-        "prism_scan", PLAIN, {**given, "step_size_BTMH": step_size_BTMH, "log_decay_BTH": log_decay_BTH, **optional}
-    )
-    limit = MAX_FP32_CHUNK_TOKENS if query_BTHK.dtype == torch.float32 else CHUNK_TOKENS[0]
-    chunk = next(size for size in CHUNK_TOKENS if size <= min(chunk_tokens, limit))
     tensors = (query_BTHK, key_BTMHK, residual_BTHV, gain_BTLHV, step_size_BTMH, log_decay_BTH)
-    out_BTHV, final_BHVK, *_ = chunk_scan(
-        *(None if tensor is None else tensor.contiguous() for tensor in (*tensors, *optional.values())),
-        activation == "gelu",
-        chunk,
-    )
+    given = (*tensors, entry_state_BHVK, document_start_BT)
+    check_kernel_inputs("prism_scan", PLAIN, given, activation, chunk_tokens)
+    chunk = choose_chunk(query_BTHK.dtype, chunk_tokens)
+    out_BTHV, final_BHVK, *_ = chunk_scan(*make_contiguous(given), activation == "gelu", chunk)
     return out_BTHV, final_BHVK
 
 
-def _check_kernel_limits(query: Tensor, key: Tensor, residual: Tensor, gain: Tensor | None, chunk_tokens: int) -> None:
-    check_no_fp64("query_BTHK", query, PLAIN)
+def check_kernel_inputs(
+    operator: str, plain: str, given: tuple[Tensor | None, ...], activation: Activation, chunk_tokens: int
+) -> None:
+    """Raise ValueError unless the kernels can take the tensors of a scan, in the order of NAMES; `plain` names the form
+    of `operator` that takes the rest."""
+    query, key, residual, gain, _, _, entry_state, document_start = given
+    check_scan_inputs(*given[:6], activation)
+    check_scan_state(query, residual, entry_state, document_start, chunk_tokens)
+    _check_kernel_limits(plain, query, key, residual, gain, chunk_tokens)
+    check_on_gpu(operator, plain, dict(zip(NAMES, given, strict=True)))
+
+
+def choose_chunk(dtype: torch.dtype, chunk_tokens: int) -> int:
+    """The kernels' own chunk, at most chunk_tokens."""
+    limit = MAX_FP32_CHUNK_TOKENS if dtype == torch.float32 else CHUNK_TOKENS[0]
+    return next(size for size in CHUNK_TOKENS if size <= min(chunk_tokens, limit))
+
+
+def make_contiguous(given: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+    """Copies of the tensors that are not contiguous, and the others."""
+    return [None if tensor is None else tensor.contiguous() for tensor in given]
+
+
+def _check_kernel_limits(
+    plain: str, query: Tensor, key: Tensor, residual: Tensor, gain: Tensor | None, chunk_tokens: int
+) -> None:
+    check_no_fp64("query_BTHK", query, plain)
     for name, tensor in (("key_BTMHK", key), ("residual_BTHV", residual), ("gain_BTLHV", gain)):
         if tensor is not None:
             check_dtype(name, tensor, query.dtype)

@@ -121,10 +121,10 @@ def state_grad_kernel(
     p_read_query, p_key, p_exit, p_carry, p_w, p_grad_out, p_grad_value, p_grad_final, p_grad_state, p_grad_entry,
     T, N, H,
     M: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    HAS_FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    HAS_FINAL: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One block of values of one head, last chunk first: stores the gradient of the state after each chunk and turns
-    P^T dO into dV'."""
+    """One block of values of one head, last chunk first: the gradient of the entry state. With KEEP it stores that of
+    the state after each chunk too and turns P^T dO into dV'."""
     NV: tl.constexpr = (V + BV - 1) // BV
     i_program = tl.program_id(0).to(tl.int64)
     i_v, i_head = (i_program % NV).to(tl.int32), i_program // NV
@@ -150,10 +150,12 @@ def state_grad_kernel(
         b_grad_out = load_tile(p_grad_out, o_c, m_t, H * V, o_v, m_v)
         b_exit, b_carry = tl.load(p_exit + o_c), tl.load(p_carry)
         b_low = b_grad.to(dtype)
-        store_tile(p_grad_state, b_low, o_v, m_v, K, o_k, m_k)
+        if KEEP:
+            store_tile(p_grad_state, b_low, o_v, m_v, K, o_k, m_k)
         b_value = tl.dot(b_low, tl.trans(b_key), input_precision=PRECISION)
         b_value = (b_value * b_exit[None, :] + b_local.to(tl.float32)).to(dtype)
-        store_tile(p_grad_value, b_value, o_v, m_v, C, o_c, m_c)
+        if KEEP:
+            store_tile(p_grad_value, b_value, o_v, m_v, C, o_c, m_c)
         b_grad = tl.dot(tl.trans(b_grad_out), b_query, b_grad * b_carry, input_precision=PRECISION)
         b_grad = tl.dot(b_value, b_w, b_grad, input_precision=PRECISION)
         p_key, p_grad_out = p_key - C * M * H * K, p_grad_out - C * H * V
@@ -182,8 +184,22 @@ def run_backward(
     """Gradients of the forward's arguments from those of its output and, if any, of its final state."""
     (B, T, H, K), M, V = saved.query.shape, saved.key.shape[2], saved.residual.shape[3]
     sizes = Sizes(B, T, H, K, V, M, chunk_tokens)
-    queries = _run_query_grad(sizes, saved, grad_out)
-    grad_state, grad_entry = _run_state_grad(sizes, saved, grad_out, queries, grad_final)
+    queries = run_query_grad(sizes, saved, grad_out)
+    return run_from_exit(sizes, saved, grad_out, queries, grad_final, gelu=gelu)
+
+
+def run_from_exit(
+    sizes: Sizes,
+    saved: Saved,
+    grad_out: torch.Tensor,
+    queries: QueryGrads,
+    grad_final: torch.Tensor | None,
+    *,
+    gelu: bool,
+) -> Gradients:
+    """The backward after `run_query_grad`, whose gradient of V' becomes whole."""
+    grad_state = allocate.allocate(sizes.chunks, sizes.V, sizes.K, like=saved.key)
+    grad_entry = _run_state_grad(sizes, saved, grad_out, queries, grad_final, grad_state)
     grad_lambda, erased = run_erase_grad(sizes, saved, queries)
     grad_write = run_write_grad(sizes, saved, grad_out, queries, grad_state)
     residual, gain, steps = run_solver_grad(sizes, saved, grad_lambda, grad_write, gelu)
@@ -192,7 +208,8 @@ def run_backward(
     return Gradients(queries.query_BTHK, keys.key_BTMHK, residual, gain, step_size, log_decay, grad_entry)
 
 
-def _run_query_grad(sizes: Sizes, saved: Saved, grad_out: torch.Tensor) -> QueryGrads:
+def run_query_grad(sizes: Sizes, saved: Saved, grad_out: torch.Tensor) -> QueryGrads:
+    """What needs the gradient of the output, but of no state."""
     P, M, C, key, solved = sizes.chunks, sizes.M, sizes.C, saved.key, saved.solved
     grads = QueryGrads(
         allocate.allocate(P, sizes.V, C, like=key),
@@ -214,17 +231,23 @@ def _run_query_grad(sizes: Sizes, saved: Saved, grad_out: torch.Tensor) -> Query
     return grads
 
 
-def _run_state_grad(sizes, saved, grad_out, queries, grad_final):
-    """Gradients of the states after the chunks and of the entry state; the local gradient of V' becomes whole."""
+def summarise_grads(sizes: Sizes, saved: Saved, grad_out: torch.Tensor, queries: QueryGrads) -> torch.Tensor:
+    """The gradient (B, H, V, K) of the entry state in fp32, as it is where the final state has none."""
+    return _run_state_grad(sizes, saved, grad_out, queries, None, None)
+
+
+def _run_state_grad(sizes, saved, grad_out, queries, grad_final, grad_state):
+    """The gradient of the entry state. Where grad_state is given, those of the states after the chunks are written
+    there, and the local gradient of V' becomes whole."""
     decays, key = saved.decays, saved.key
-    grad_state = allocate.allocate(sizes.chunks, sizes.V, sizes.K, like=key)
     grad_entry = allocate.allocate(sizes.B, sizes.H, sizes.V, sizes.K, like=key, dtype=torch.float32)
     launch = choose("state_grad", sizes.shape(key))
     state_grad_kernel[(sizes.blocks(launch) * sizes.B * sizes.H,)](
         queries.read_query_PCK, key, decays.exit_PC, decays.carry_P, saved.solved.w_PCK, grad_out,
-        queries.grad_value_PVC, grad_entry if grad_final is None else grad_final, grad_state, grad_entry,
+        queries.grad_value_PVC, grad_entry if grad_final is None else grad_final,
+        grad_entry if grad_state is None else grad_state, grad_entry,
         sizes.T, sizes.N, sizes.H, **sizes.widths(), BK=sizes.padded_key, BV=launch.block_v,
-        HAS_FINAL=grad_final is not None, PRECISION=PRECISION, STAGES=launch.num_stages,
+        HAS_FINAL=grad_final is not None, KEEP=grad_state is not None, PRECISION=PRECISION, STAGES=launch.num_stages,
         num_warps=launch.num_warps, maxnreg=launch.max_registers,
     )  # fmt: skip
-    return grad_state, grad_entry
+    return grad_entry

@@ -208,6 +208,17 @@ class Decays(NamedTuple):
     carry_P: torch.Tensor
 
 
+class Prepared(NamedTuple):
+    """What no state enters, of every chunk: its decays, T, -w and u; of its pairs from the second on F_l and E_l."""
+
+    decays: Decays
+    inverse_PCC: torch.Tensor
+    w_PCK: torch.Tensor
+    forget_PMCC: torch.Tensor
+    value_PVC: torch.Tensor
+    write_PMVC: torch.Tensor
+
+
 class Solved(NamedTuple):
     """Of every chunk: T, -w, V' and the state at its start; of its pairs from the second on E_l and F_l."""
 
@@ -283,8 +294,36 @@ def run_forward(
     """Contiguous tensors of `prism_scan` to its results and what the backward reads."""
     (B, T, H, K), M, V = query.shape, key.shape[2], residual.shape[3]
     sizes = Sizes(B, T, H, K, V, M, chunk_tokens)
+    prepared = prepare_chunks(sizes, key, residual, gain, step_size, log_decay, document_start, gelu)
+    return run_from_entry(sizes, query, key, prepared, entry_state, document_start)
+
+
+def prepare_chunks(
+    sizes: Sizes,
+    key: torch.Tensor,
+    residual: torch.Tensor,
+    gain: torch.Tensor | None,
+    step_size: torch.Tensor,
+    log_decay: torch.Tensor,
+    document_start: torch.Tensor | None,
+    gelu: bool,
+) -> Prepared:
+    """The forward up to the states."""
     decays, inverse, w, forget = _solve(sizes, key, step_size, log_decay, document_start)
     value, write = _compute_writes(sizes, residual, gain, step_size, inverse, forget, gelu)
+    return Prepared(decays, inverse, w, forget, value, write)
+
+
+def run_from_entry(
+    sizes: Sizes,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    prepared: Prepared,
+    entry_state: torch.Tensor | None,
+    document_start: torch.Tensor | None,
+) -> Forward:
+    """The states, and what queries read of them. u becomes V' in place."""
+    decays, inverse, w, forget, value, write = prepared
     state, final = _run_state(sizes, key, decays, w, value, write, entry_state)
     out = _read_out(sizes, query, key, decays, value, write, state, document_start)
     return Forward(out, final, decays, Solved(inverse, w, forget, value, write, state))

@@ -8,7 +8,7 @@ from kernels.prism.chunk_reference import prism_scan_chunked
 from kernels.prism.sharded_reference import prism_scan_chunked_sharded
 from tests.kernels.compare import assert_error_at_most_twice, assert_relative_error_below
 from tests.kernels.prism.cases import Case, build_case, name_results
-from tests.kernels.prism.thread_group import ThreadGroup, cut_case, run_cut, run_shards
+from tests.kernels.prism.thread_group import Echo, ThreadGroup, cut_case, run_cut, run_shards
 
 
 def assert_equals_whole(case: Case, cuts: tuple[int, ...], limit: float = 1e-10, **options) -> None:
@@ -120,15 +120,6 @@ def test_one_gather_forward_and_one_backward_of_equal_bytes_where_widths_are():
         return [group.meeting.payloads[number, group.index].numel() for number in range(group.num_gathers)]
 
     assert run_shards(2, run) == [[2 * 2 * 16 * 8] * 2] * 2
-
-
-class Echo:
-    """A group of two shards that are alike."""
-
-    index, count = 0, 2
-
-    def start_gather(self, payload):
-        return lambda: torch.stack([payload, payload])
 
 
 def test_compiled_scan_breaks_the_graph_and_equals_eager():

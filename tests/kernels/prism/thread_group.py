@@ -49,6 +49,15 @@ class ThreadGroup:
         return wait
 
 
+class Echo:
+    """A group of two shards that are alike, in one thread."""
+
+    index, count = 0, 2
+
+    def start_gather(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return lambda: torch.stack([payload, payload])
+
+
 def run_shards(count: int, function: Callable[[ThreadGroup], Any]) -> list[Any]:
     """What `function` returns for each shard of a row, called in as many threads."""
     meeting = Meeting(count)
