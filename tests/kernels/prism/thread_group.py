@@ -1,4 +1,4 @@
-"""The shards of a row as threads of one process: a `ShardGroup` for tests.
+"""The shards of a row in one process, as threads or in rounds: `ShardGroup`s for tests.
 
 Only one thread computes at a time, and hands over where it waits for the others: Triton's interpreter knows one kernel
 at a time.
@@ -79,6 +79,37 @@ def run_shards(count: int, function: Callable[[ThreadGroup], Any]) -> list[Any]:
     return [future.result() for future in futures]
 
 
+class RoundGroup:
+    """One place of a row whose first gathers are known; those after them give zeros for the other shards."""
+
+    def __init__(self, index: int, count: int, known: list[torch.Tensor]) -> None:
+        self.index, self.count, self.known, self.payloads = index, count, known, []
+
+    def start_gather(self, payload: torch.Tensor) -> Callable[[], torch.Tensor]:
+        number = len(self.payloads)
+        self.payloads.append(payload.detach().clone())
+        if number < len(self.known):
+            return lambda: self.known[number]
+        stacked = payload.new_zeros(self.count, *payload.shape)
+        stacked[self.index] = payload
+        return lambda: stacked
+
+
+def run_in_rounds(count: int, function: Callable[[RoundGroup], Any]) -> list[Any]:
+    """What `function` returns for each shard, in one thread: all shards again and again, until every gather is known.
+
+    For devices whose backward runs in one thread of its own, where shards cannot wait for one another.
+    """
+    known: list[torch.Tensor] = []
+    while True:
+        groups = [RoundGroup(index, count, known) for index in range(count)]
+        results = [function(group) for group in groups]
+        if len(groups[0].payloads) == len(known):
+            return results
+        number = len(known)
+        known = [*known, torch.stack([group.payloads[number] for group in groups])]
+
+
 def cut_case(case: Case, cuts: tuple[int, ...]) -> list[Case]:
     """The case's tokens between the cuts, as new leaves; every shard has the row's entry state."""
     edges = (0, *cuts, case.tensors[0].shape[1])
@@ -97,7 +128,9 @@ def cut_case(case: Case, cuts: tuple[int, ...]) -> list[Case]:
     ]
 
 
-def run_cut(case: Case, scan: Callable, cuts: tuple[int, ...], **options: Any) -> list[torch.Tensor]:
+def run_cut(
+    case: Case, scan: Callable, cuts: tuple[int, ...], *, run_all: Callable = run_shards, **options: Any
+) -> list[torch.Tensor]:
     """What `case.run` returns, from shards: outputs and gradients joined, final states checked to be one.
 
     Shard r takes the final state with a weight of (r + 1) over the sum of these: the whole of them is that of
@@ -105,10 +138,10 @@ def run_cut(case: Case, scan: Callable, cuts: tuple[int, ...], **options: Any) -
     """
     shards = cut_case(case, cuts)
     count = len(shards)
-    weights = build_weights(case)
+    weights = [weight.to(case.tensors[0].device) for weight in build_weights(case)]
     out_weights = weights[0].split([shard.tensors[0].shape[1] for shard in shards], dim=1)
 
-    def run(group: ThreadGroup) -> list[torch.Tensor]:
+    def run(group: ThreadGroup | RoundGroup) -> list[torch.Tensor]:
         shard = shards[group.index]
         state = {"entry_state_BHVK": shard.entry_state, "document_start_BT": shard.document_start}
         out, final = scan(*shard.tensors, **state, **options, group=group)
@@ -116,7 +149,7 @@ def run_cut(case: Case, scan: Callable, cuts: tuple[int, ...], **options: Any) -
         loss = (out.double() * out_weights[group.index]).sum() + share * (final.double() * weights[1]).sum()
         return [out.detach(), final.detach(), *torch.autograd.grad(loss, shard.leaves())]
 
-    outs, finals, *grads = zip(*run_shards(count, run), strict=True)
+    outs, finals, *grads = zip(*run_all(count, run), strict=True)
     assert all(torch.equal(final, finals[0]) for final in finals)
     joined = [torch.cat(parts, dim=1) for parts in (outs, *grads[: len(grads) - (case.entry_state is not None)])]
     if case.entry_state is not None:
