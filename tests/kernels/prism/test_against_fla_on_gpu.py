@@ -17,9 +17,9 @@ from tests.kernels.prism.cases import Case, build_case, name_results
 
 pytestmark = pytest.mark.gpu
 
-# A peer bears witness to the definition, not to its own accuracy, which in bf16 is a percent or so and, where a gradient
-# is a difference of sums (decays, step sizes), several: any other recurrence is off by ten times these limits, as the
-# last test shows.
+# A peer bears witness to the definition, not to its own accuracy, which in bf16 is a percent or so and, where a
+# gradient is a difference of sums (decays, step sizes), several: another recurrence's output is off by ten times the
+# limit, as the last test shows.
 FORWARD_LIMIT, GRADIENT_LIMIT, DIFFERENCE_LIMIT = 2**-5, 2**-4, 2**-3
 DIFFERENCES = ("grad_step_size", "grad_log_decay")
 
