@@ -2,11 +2,12 @@
 
 input_ids_BT int64: tokens to read. labels_BT int64: the token that follows each, IGNORED_LABEL (-100) where no loss is
 due (the next document's start and padding). document_start_BT bool: True at a document's first token, where states
-begin anew.
+begin anew. row_hash_B int64: a hash of each whole stored row, also where a process holds only a slice of it.
 """
 
+import hashlib
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -21,9 +22,22 @@ class Batch(TypedDict):
     input_ids_BT: torch.Tensor
     labels_BT: torch.Tensor
     document_start_BT: torch.Tensor
+    row_hash_B: torch.Tensor
 
 
-BATCH_DTYPES = {"input_ids_BT": torch.int64, "labels_BT": torch.int64, "document_start_BT": torch.bool}
+BATCH_DTYPES = {
+    "input_ids_BT": torch.int64,
+    "labels_BT": torch.int64,
+    "document_start_BT": torch.bool,
+    "row_hash_B": torch.int64,
+}
+
+
+def hash_rows(tokens_BT: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """Return a hash of each row: 0 to 2^63 - 1, of its tokens as little-endian 32-bit integers, on every machine."""
+    stored_BT = np.ascontiguousarray(tokens_BT, dtype="<u4")
+    digests = b"".join(hashlib.blake2b(row, digest_size=8).digest() for row in stored_BT)
+    return np.frombuffer(digests, dtype="<i8").astype(np.int64) & np.iinfo(np.int64).max
 
 
 def build_batch(rows: list[TokenRow], *, batch_rows: int, row_tokens: int, bos_id: int) -> Batch:
@@ -35,7 +49,12 @@ def build_batch(rows: list[TokenRow], *, batch_rows: int, row_tokens: int, bos_i
     input_ids_BT = stored_BT[:, :-1].contiguous()
     labels_BT = stored_BT[:, 1:].clone()
     labels_BT[labels_BT == bos_id] = IGNORED_LABEL
-    return Batch(input_ids_BT=input_ids_BT, labels_BT=labels_BT, document_start_BT=input_ids_BT == bos_id)
+    return Batch(
+        input_ids_BT=input_ids_BT,
+        labels_BT=labels_BT,
+        document_start_BT=input_ids_BT == bos_id,
+        row_hash_B=torch.from_numpy(hash_rows(tokens_BT)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +79,7 @@ class RowSlice:
             input_ids_BT=batch["input_ids_BT"][:, here].contiguous(),
             labels_BT=batch["labels_BT"][:, here].contiguous(),
             document_start_BT=batch["document_start_BT"][:, here].contiguous(),
+            row_hash_B=batch["row_hash_B"],
         )
 
 

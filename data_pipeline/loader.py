@@ -7,6 +7,7 @@ cache folder, so that the other ranks of this start raise it at their next fetch
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -26,6 +27,10 @@ from data_pipeline.packing import TokenRow
 from data_pipeline.preflight import PreparedData, open_prepared_data
 
 FAILURE_NOTE = "failure.json"
+LOOK_S = 2.0
+"Seconds between looks at loader processes that are waited for; outside the main thread nothing tells of their death."
+GRACE_S = 5.0
+"Seconds beyond data.timeout_s, so that a loader process's own words come first."
 TokenRows = list[TokenRow]
 
 
@@ -206,7 +211,7 @@ class Loader:
             batch_size=None,
             num_workers=workers,
             prefetch_factor=self.plan.prefetch_batches if workers else None,
-            timeout=self.batches.config.timeout_s + 5.0 if workers else 0.0,
+            timeout=LOOK_S if workers else 0.0,
             collate_fn=keep_rows,
             multiprocessing_context="fork" if workers else None,
             generator=torch.Generator().manual_seed(self.seed),
@@ -218,7 +223,7 @@ class Loader:
         if noted is not None:
             raise DataError(noted)
         try:
-            received = next(incoming)
+            received = self.receive(incoming)
         except StopIteration:
             received = (
                 f"the loader ended after {self.handed_out} of {self.batches_per_pass} batches of "
@@ -237,6 +242,19 @@ class Loader:
             stop_workers(incoming)
             raise DataError(received)
         return self.make_batch(received)
+
+    def receive(self, incoming: Iterator[TokenRows | str]) -> TokenRows | str:
+        """Return what comes next; raise RuntimeError soon after a loader process died, or when it takes too long."""
+        limit_s = self.batches.config.timeout_s + GRACE_S
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            try:
+                return next(incoming)
+            except RuntimeError as error:
+                if "timed out" not in str(error):
+                    raise
+                if time.monotonic() >= deadline_s:
+                    raise RuntimeError(f"nothing came within {limit_s:g} s") from error
 
     def make_batch(self, rows: TokenRows) -> Batch:
         """Turn stored rows into this process's slice of a batch, here and not in a loader process: small integers

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from data_pipeline.batch import RowSlice
+from data_pipeline.batch import RowSlice, hash_rows
 from prism_lm.model.config import ModelConfig
 from prism_lm.parallel.apply import ParallelConfig
 from prism_lm.parallel.mesh import Ranks
@@ -174,10 +174,12 @@ class TinyModel(nn.Module):
         self.blocks = nn.ModuleList(TinyBlock(width) for _ in range(num_blocks))
         self.head = nn.Linear(width, vocab, bias=False)
 
-    def forward(self, input_ids_BT: Tensor, document_start_BT: Tensor, labels_BT: Tensor) -> Tensor:
+    def forward(self, input_ids_BT: Tensor, document_start_BT: Tensor, labels_BT: Tensor | None) -> Tensor:
         x_BTD = self.embedding(input_ids_BT) * (~document_start_BT)[..., None]
         for block in self.blocks:
             x_BTD = block(x_BTD)
+        if labels_BT is None:
+            return self.head(x_BTD).float()
         logits = self.head(x_BTD).flatten(0, 1).float()
         return nn.functional.cross_entropy(logits, labels_BT.flatten(), ignore_index=-100, reduction="sum")
 
@@ -237,6 +239,7 @@ class ListLoader:
                 raise OSError("shard.00003.mds is truncated")
             step, micro = divmod(self.taken, per_step)
             batch = build_batch(self.global_rows, seed=step, row_tokens=self.row_tokens, starts=self.starts)
+            batch["row_hash_B"] = torch.from_numpy(hash_rows(batch["input_ids_BT"].numpy()))
             first = (micro * self.ranks.data_world_size + self.ranks.data_rank) * self.micro_rows
             share = row_slice.cut({name: tensor[first : first + self.micro_rows] for name, tensor in batch.items()})
             if self.spoil is not None:

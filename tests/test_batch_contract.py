@@ -1,5 +1,6 @@
 """The rooms on either side of a batch do not know each other; here they are held together."""
 
+import inspect
 from typing import get_type_hints
 
 import numpy as np
@@ -13,6 +14,7 @@ from prism_lm.eval.perplexity import ScoredBatch
 from prism_lm.model import lm
 from prism_lm.train import step
 from prism_lm.train.step import TrainBatch
+from tests.harness import TinyModel
 
 BOS = 1
 
@@ -22,15 +24,27 @@ def build_written_batch() -> Batch:
     return build_batch([row], batch_rows=2, row_tokens=4, bos_id=BOS)
 
 
+def test_trainer_asks_for_exactly_what_the_loader_writes() -> None:
+    assert get_type_hints(TrainBatch) == get_type_hints(Batch)
+
+
 @pytest.mark.parametrize("reader", [TrainBatch, ScoredBatch])
-def test_reader_asks_for_exactly_what_the_loader_writes(reader: type) -> None:
-    assert get_type_hints(reader) == get_type_hints(Batch)
+def test_every_reader_asks_for_what_the_loader_writes(reader: type) -> None:
+    assert get_type_hints(reader).items() <= get_type_hints(Batch).items()
+
+
+@pytest.mark.parametrize("model", [lm.LanguageModel, TinyModel])
+def test_model_is_given_what_its_forward_takes_and_no_hash(model: type) -> None:
+    given = step.move_to_device(TrainBatch(**build_written_batch()), torch.device("cpu"))
+    assert given.keys() == get_type_hints(Batch).keys() - {"row_hash_B"}
+    inspect.signature(model.forward).bind(None, **given)
 
 
 def test_written_batch_has_the_promised_keys_shapes_and_dtypes() -> None:
     batch = build_written_batch()
     assert {key: value.dtype for key, value in batch.items()} == BATCH_DTYPES
-    assert {value.shape for value in batch.values()} == {torch.Size([2, 4])}
+    assert batch["row_hash_B"].shape == torch.Size([2])
+    assert {value.shape for name, value in batch.items() if name != "row_hash_B"} == {torch.Size([2, 4])}
 
 
 def test_every_room_ignores_the_same_label() -> None:

@@ -18,9 +18,8 @@ from typing import Any, TypedDict, cast
 MANIFEST_NAME = "manifest.json"
 WEIGHTS_NAME = "model.safetensors"
 TRAINER_NAME = "trainer.json"
-ENGINE_NAME = "deepspeed"
 _STEP_PATTERN = re.compile(r"step_(\d+)")
-_PARTIAL_PREFIX = ".partial_"
+PARTIAL_PREFIX = ".partial_"
 _READ_BYTES = 1 << 20
 
 
@@ -38,7 +37,7 @@ def step_folder(run_dir: Path, step: int) -> Path:
 
 def partial_folder(run_dir: Path, step: int) -> Path:
     """Where the checkpoint of a step is being written."""
-    return run_dir / "checkpoints" / f"{_PARTIAL_PREFIX}step_{step}"
+    return run_dir / "checkpoints" / f"{PARTIAL_PREFIX}step_{step}"
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -139,7 +138,7 @@ def remove_incomplete(run_dir: Path) -> list[Path]:
     left = [
         folder
         for folder in _list_folders(run_dir)
-        if folder.name.startswith(_PARTIAL_PREFIX) or (read_step(folder) is not None and not _is_published(folder))
+        if folder.name.startswith(PARTIAL_PREFIX) or (read_step(folder) is not None and not _is_published(folder))
     ]
     for folder in left:
         remove_folder(folder)

@@ -9,11 +9,14 @@ from prism_lm.checkpoint.folder import (
     check_sizes,
     describe_remedy,
     list_published,
+    rank_file,
     read_json,
 )
 
 if TYPE_CHECKING:
     from torch import nn
+
+FORMAT = 2
 
 # Where a user finds what a fingerprint stands for, and what makes it equal again.
 _FINGERPRINTED = {
@@ -32,8 +35,22 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """What trainer.json holds: step, tokens, world size, fingerprints, settings."""
-    return cast(dict[str, Any], read_json(folder / TRAINER_NAME, remedy=describe_remedy(folder)))
+    """What trainer.json holds: step, tokens, world size, fingerprints, settings. Raises ValueError for another format
+    than this program writes."""
+    trainer = cast(dict[str, Any], read_json(folder / TRAINER_NAME, remedy=describe_remedy(folder)))
+    if trainer.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder / TRAINER_NAME} must have format={FORMAT}, not {trainer.get('format')}; resume with the commit "
+            "in the run's environment.json, or choose another run_dir"
+        )
+    return trainer
+
+
+def read_rank_state(folder: Path, rank: int) -> dict[str, Any]:
+    """One rank's generators, as values and tensors alone: nothing in the file is executed."""
+    import torch
+
+    return cast(dict[str, Any], torch.load(rank_file(folder, rank), map_location="cpu", weights_only=True))
 
 
 def check_fits(folder: Path, trainer: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -43,15 +60,10 @@ def check_fits(folder: Path, trainer: dict[str, Any], expected: dict[str, Any]) 
         if saved == value:
             continue
         now, then, remedy = f"{key}={value}", f"{key}={saved}", f"set {key}={saved}"
-        if key == "world_size":
-            remedy = f"start {saved} processes (torchrun --nproc-per-node)"
         if key in _FINGERPRINTED:
             name, remedy = _FINGERPRINTED[key]
             now, then = (f"{name} (fingerprint {str(print_)[:12]})" for print_ in (value, saved))
-        raise ValueError(
-            f"{now} must equal {then} of the checkpoint {folder}, which resumes only as it was written; {remedy}, or "
-            "choose another run_dir"
-        )
+        raise ValueError(f"{now} must equal {then} of the checkpoint {folder}; {remedy}, or choose another run_dir")
 
 
 def load_weights(model: "nn.Module", folder: Path) -> None:

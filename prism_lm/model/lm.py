@@ -79,11 +79,13 @@ class LanguageModel(nn.Module):
         self,
         input_ids_BT: Tensor,
         document_start_BT: Tensor | None,
-        labels_BT: Tensor,
+        labels_BT: Tensor | None,
         *,
         reduction: Reduction = "sum",
     ) -> Tensor:
         """Cross-entropy in nats, fp32, over labels other than -100: summed, or of each token (BT, 0 where ignored).
+
+        With labels_BT None the logits BTV, fp32 or wider.
 
         input_ids_BT and labels_BT int64 below vocab_size; document_start_BT bool, true at a document's first token.
         """

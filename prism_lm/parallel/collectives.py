@@ -3,13 +3,16 @@
 Values decided on the host travel as CPU tensors, so that agreeing on them does not wait for the GPU's queue.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+_MISSING = "_prism_missing"
+_finders: list[Callable[[], list[str]]] = []
 
 
 class RunFailed(RuntimeError):
@@ -99,12 +102,37 @@ def iterate_together(items: Iterable[T], *, name: str) -> Iterator[T]:
         yield item
 
 
+@contextmanager
+def naming_missing(find_missing: Callable[[], list[str]]) -> Generator[None, None, None]:
+    """In the block the words for a lost process name the ranks that the function finds missing. It may wait some
+    seconds; it is asked once for each error."""
+    _finders.append(find_missing)
+    try:
+        yield
+    finally:
+        _finders.remove(find_missing)
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether it is what a collective raises where another process is gone."""
+    return isinstance(error, dist.DistBackendError) or "gloo/transport" in str(error)
+
+
 def describe_error(error: BaseException) -> str:
     """The error's own words; its type too where the words alone would not say what happened."""
     text = str(error).strip()
-    if isinstance(error, dist.DistBackendError) or "gloo/transport" in text:
+    if is_lost_process(error):
         lines = text.splitlines() or [type(error).__name__]
-        return f"another process of the run ended or could not be reached; its own output says why ({lines[0]})"
+        missing = _find_missing(error)
+        who = f"{', '.join(missing)} of the run" if missing else "another process of the run"
+        return f"{who} ended or could not be reached; its own output says why ({lines[0]})"
     if isinstance(error, (OSError, ValueError, RuntimeError)) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _find_missing(error: BaseException) -> list[str]:
+    """What was found for this error before, if anything."""
+    if not hasattr(error, _MISSING):
+        setattr(error, _MISSING, _finders[-1]() if _finders else [])
+    return getattr(error, _MISSING)

@@ -13,12 +13,15 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     import torch
 
     from prism_lm.parallel.sequence import SequenceGroup
+
+COLLECTIVE_TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +135,16 @@ def check_devices(ranks: Ranks) -> None:
 
 
 @contextmanager
-def process_group(ranks: Ranks) -> Generator[None, None, None]:
+def process_group(ranks: Ranks, *, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Generator[None, None, None]:
     """The default process group, gloo for CPU tensors and NCCL for GPU tensors, for the time of the block.
 
+    A collective fails after timeout_s, in the groups made of it meanwhile too; what watches for hangs must be quicker.
     One process needs no address or port. Several need MASTER_ADDR and MASTER_PORT, which torchrun sets.
     """
     import torch
     import torch.distributed as dist
+
+    from prism_lm.parallel.store import open_store
 
     added = {"RANK": ranks.rank, "LOCAL_RANK": ranks.local_rank, "WORLD_SIZE": ranks.world_size}
     added = {name: str(value) for name, value in added.items() if name not in os.environ}
@@ -146,19 +152,28 @@ def process_group(ranks: Ranks) -> Generator[None, None, None]:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(ranks.local_rank)
-    if ranks.world_size == 1:
-        dist.init_process_group(
-            backend,
-            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage]
-            rank=0,
-            world_size=1,
-        )
-    else:
-        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
+    alone = ranks.world_size == 1
+    store = dist.HashStore() if alone else open_store(ranks, purpose="group")  # pyright: ignore[reportPrivateImportUsage]
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     try:
-        yield
+        with _new_groups_within(timeout):
+            yield
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         for name in added:
             os.environ.pop(name, None)
+
+
+@contextmanager
+def _new_groups_within(timeout: timedelta) -> Generator[None, None, None]:
+    """Makes it the timeout of groups that name none, DeepSpeed's among them; NCCL's would be 10 minutes."""
+    import torch.distributed.distributed_c10d as c10d
+
+    former = c10d._get_default_timeout  # pyright: ignore[reportPrivateUsage]
+    c10d._get_default_timeout = lambda backend: timeout  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield
+    finally:
+        c10d._get_default_timeout = former  # pyright: ignore[reportPrivateUsage]

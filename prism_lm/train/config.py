@@ -34,8 +34,21 @@ class TrainConfig:
     "Validation rows of one pass over all processes, the same each time, rounded up to whole micro-batches; 0 is all."
     histogram_every_steps: int = 0
     "Steps between histograms of decay, step sizes and state norm; each costs one forward pass; 0 means never."
-    max_nonfinite_steps: int = 3
-    "This many steps in a row with a NaN or infinite loss or gradient end the run; such a step is never applied."
+    max_skipped_steps: int = 3
+    """This many steps in a row that were not applied end the run; a step with a NaN or infinite loss or gradient, or
+    with a loss above the threshold of train.spike_window_steps, is never applied."""
+    spike_window_steps: int = 0
+    """A step whose loss lies far above those of this many applied steps before it is not applied; about 100 is usual.
+    0 is off; otherwise the loss is read every step, so that the host waits for the device."""
+    spike_deviations: float = 8.0
+    "How far above the window's median, in robust standard deviations of at least 0.02 nats, a loss is still applied."
+    hang_timeout_s: float = 1800.0
+    """A run that does not come from one phase to the next (data, step, evaluation batch, checkpoint) within this many
+    seconds ends, with every rank's stacks in stacks/; above the longest compilation and checkpoint."""
+    rank_timeout_s: float = 60.0
+    "A run in which a process gives no sign of life for this many seconds ends, naming it."
+    stop_grace_s: float = 120.0
+    "From the first stop signal to the end, in seconds; a run that has not saved itself by then ends as it is."
     optim: OptimConfig = field(default_factory=OptimConfig)
     "AdamW."
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -44,12 +57,22 @@ class TrainConfig:
     "When to save and what to keep."
 
     def __post_init__(self) -> None:
-        for name in ("steps", "global_batch_rows", "micro_batch_rows", "log_every_steps", "max_nonfinite_steps"):
+        for name in ("steps", "global_batch_rows", "micro_batch_rows", "log_every_steps", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1; use a positive number")
-        for name in ("eval_every_steps", "eval_rows", "histogram_every_steps", "max_grad_norm"):
+        for name in ("eval_every_steps", "eval_rows", "histogram_every_steps", "max_grad_norm", "spike_window_steps"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 0; use 0 to turn it off")
+        for name in ("hang_timeout_s", "rank_timeout_s", "stop_grace_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"train.{name}={getattr(self, name)} must be above 0 seconds; leave it out for the default"
+                )
+        if not self.spike_deviations > 0:
+            raise ValueError(
+                f"train.spike_deviations={self.spike_deviations} must be above 0; use 8, or train.spike_window_steps=0 "
+                "to turn the guard off"
+            )
         if self.precision == "bf16" and self.zero_stage == 0:
             raise ValueError(
                 "train.precision=bf16 must go with train.zero_stage=1, 2 or 3, not train.zero_stage=0, which keeps no "

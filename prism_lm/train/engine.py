@@ -1,4 +1,4 @@
-"""DeepSpeed behind five verbs: loss, backward, step, save, load. The only file that imports deepspeed.
+"""DeepSpeed behind five verbs: loss, backward, step, stage, load. The only file that imports deepspeed.
 
 Its settings are derived here from typed fields; there is no other DeepSpeed configuration.
 """
@@ -15,17 +15,26 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from prism_lm.checkpoint.fragments import FragmentReader
+from prism_lm.checkpoint.share import Staged
 from prism_lm.parallel.apply import ParallelConfig, apply_to_blocks
 from prism_lm.parallel.mesh import Ranks, choose_device
 from prism_lm.train.config import TrainConfig, compute_accumulation_steps
 from prism_lm.train.optim import build_adamw
+from prism_lm.train.optimizer_fragments import (
+    Fragment,
+    check_masters,
+    copy_to_host,
+    count_applied_steps,
+    find_fragments,
+    list_shapes,
+    load_fragments,
+)
 
-ENGINE_TAG = "deepspeed"
 # Elements reduced or gathered in one piece: large enough to fill a link, small beside the weights of a large model.
 _LARGEST_BUCKET = 200_000_000
 # Weights below this stay gathered in stage 3: norms and biases, which are cheaper to keep than to fetch.
 _PERSISTENT_ELEMENTS = 10_000
-_HYPERPARAMETERS = ("betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +74,12 @@ class Engine:
         with torch.no_grad():
             return cast(torch.Tensor, self._inner(**batch))
 
+    def compute_logits(self, input_ids_BT: torch.Tensor, document_start_BT: torch.Tensor) -> torch.Tensor:
+        """The model's logits (B, T, V), fp32 or wider, without a graph; compiled blocks run uncompiled."""
+        self._inner.eval()
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            return cast(torch.Tensor, self._inner(input_ids_BT, document_start_BT, None))
+
     def backward(self, loss: torch.Tensor) -> None:
         """Adds the gradients of `loss`. The update uses their sum over micro-batches, averaged over ranks."""
         self._inner.backward(loss, scale_wrt_gas=False)
@@ -95,39 +110,36 @@ class Engine:
             self._inner.zero_grad()
         return StepOutcome(applied=applied, grad_norm=float(norm))
 
-    def save(self, folder: Path) -> None:
-        """Writes weights, masters, moments and counters of every rank below folder/deepspeed; data, no program."""
-        with quiet(self._log), _keep_errors(self._inner.checkpoint_engine) as errors:
-            self._inner.save_checkpoint(str(folder), tag=ENGINE_TAG, save_latest=False)
-        if errors:
-            raise errors[0]
-        if self._ranks.is_main:
-            for script in folder.glob("zero_to_*.py"):
-                script.unlink()
+    def stage(self) -> Staged:
+        """A copy in host memory of this rank's part of the state, and of the whole weights at rank 0."""
+        fragments = self._find_fragments()
+        owned = [fragment.take_share(self._ranks) for fragment in fragments] if self._is_whole else fragments
+        return Staged(
+            optimizer=copy_to_host(owned, self._adamw),
+            pieces=[fragment.piece for fragment in owned],
+            shapes=list_shapes(self.model),
+            applied_steps=count_applied_steps(fragments, self._adamw),
+            weights=self.gather_weights(),
+        )
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote, at the same world size and stage. Only on a newly built engine.
+        """Restores masters, moments and the count of updates from a checkpoint of any number of ranks and any stage.
 
-        DeepSpeed restores the optimizer's settings too; those of this engine's config are put back.
+        Only on a newly built engine, whose model already has the checkpoint's weights. Raises ValueError for a
+        parameter that the checkpoint lacks, or whose master does not round to its weight.
         """
-        settings = [{name: group[name] for name in _HYPERPARAMETERS} for group in self._adamw.param_groups]
-        with quiet(self._log):
-            path, _ = self._inner.load_checkpoint(str(folder), tag=ENGINE_TAG)
-        if path is None:
-            raise ValueError(f"{folder / ENGINE_TAG} must hold a DeepSpeed checkpoint; remove the folder {folder}")
-        for group, own in zip(self._adamw.param_groups, settings, strict=True):
-            group.update(own)
-        if self._config.zero_stage > 0:
-            self._inner.optimizer.clip_grad = self._config.max_grad_norm
+        fragments = self._find_fragments()
+        with FragmentReader(folder) as reader:
+            load_fragments(fragments, self._adamw, reader)
+        check_masters(fragments, self._adamw, folder)
 
-    def save_weights(self, path: Path) -> None:
-        """Writes the model's weights in the dtype it runs in, a shared parameter once; rank 0 writes."""
-        from safetensors.torch import save_file
+    @property
+    def _is_whole(self) -> bool:
+        return self._config.zero_stage == 0
 
-        weights = self.gather_weights()
-        if self._ranks.is_main:
-            save_file(weights, path)
-            path.chmod(0o644)  # safetensors leaves the file to its owner alone
+    def _find_fragments(self) -> list[Fragment]:
+        stage, rank = self._config.zero_stage, self._ranks.rank
+        return find_fragments(self.model, self._inner, self._adamw, stage=stage, rank=rank)
 
     def gather_weights(self) -> dict[str, torch.Tensor]:
         """Whole weights and persistent buffers on the CPU at rank 0, empty elsewhere; one parameter at a time."""
@@ -149,26 +161,6 @@ class Engine:
         logging.captureWarnings(False)
         with quiet(self._log):
             self._inner.destroy()
-
-
-@contextmanager
-def _keep_errors(writer: Any) -> Generator[list[Exception], None, None]:
-    """Lists the errors of DeepSpeed's `writer` in the block instead of raising them: DeepSpeed's ranks wait for one
-    another after writing, and would wait for ever for the one that raised."""
-    errors: list[Exception] = []
-    write = writer.save
-
-    def save(state_dict: Any, path: str) -> None:
-        try:
-            write(state_dict, path)
-        except Exception as error:
-            errors.append(error)
-
-    writer.save = save
-    try:
-        yield errors
-    finally:
-        del writer.save
 
 
 def end_process_group() -> None:

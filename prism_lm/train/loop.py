@@ -1,26 +1,32 @@
 """The training loop: fetch, step, log, evaluate, save, stop."""
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
 
 from prism_lm.parallel.collectives import RunFailed, raise_together, sum_integers
-from prism_lm.parallel.mesh import process_group
+from prism_lm.parallel.mesh import COLLECTIVE_TIMEOUT_S, process_group
+from prism_lm.train import order_hash
+from prism_lm.train.guard import Guard, guarding
 from prism_lm.train.metrics import observe_mixers, read_peak_gib
-from prism_lm.train.outcome import Ending, read_status, reporting, write_start
+from prism_lm.train.outcome import Ending, read_status, reporting, write_failure, write_start
+from prism_lm.train.probe import cut_row
 from prism_lm.train.schedule import compute_rate_fraction
-from prism_lm.train.session import Session, choose_start, open_session, open_validation_pass, save_session
-from prism_lm.train.state import Status, TrainRun
+from prism_lm.train.session import Session, choose_start, open_session, save_session
+from prism_lm.train.spike import SpikeGuard
+from prism_lm.train.state import Status, TrainRun, capture_generators, restore_generators
 from prism_lm.train.step import (
     StepResult,
     TrainBatch,
-    compute_validation_loss,
     count_valid_tokens,
     move_to_device,
     train_step,
 )
 from prism_lm.train.stop_signal import StopSignal
+from prism_lm.train.validation import evaluate
+from prism_lm.train.waiting import STOPPED, call_interruptibly
+from prism_lm.train.watchdog import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +38,8 @@ class Fetched:
     "Labels with loss in the global batch."
     tokens: int
     "Positions in the global batch."
-    stop_requested: bool
+    batch_hash: int
+    "Sum modulo 2^63 of the hashes of the global batch's rows."
 
 
 def run_training(run: TrainRun) -> Status:
@@ -47,9 +54,17 @@ def run_training(run: TrainRun) -> Status:
         return "finished"
     run.run_dir.mkdir(parents=True, exist_ok=True)
     ending = Ending(state=start.state, losses={})
-    with StopSignal() as stop, process_group(run.ranks), ExitStack() as stack:
-        session = open_session(run, start, stop, stack)
-        write_start(run, start.state)
+    timeout_s = max(COLLECTIVE_TIMEOUT_S, 2 * run.train.hang_timeout_s)
+    with (
+        StopSignal() as stop,
+        guard_run(run, stop, ending) as guard,
+        process_group(run.ranks, timeout_s=timeout_s),
+        ExitStack() as stack,
+    ):
+        start = choose_start(run)  # the folder is held only now: another start may have ended in it meanwhile
+        ending.state, ending.check_owner = start.state, guard.owner.check
+        session = open_session(run, start, stop, guard, stack)
+        write_start(run, start.state, start.folder)
         with reporting(run, ending), session.recorder:
             if start.folder is not None:
                 session.recorder.say(f"resuming from {start.folder}")
@@ -59,66 +74,132 @@ def run_training(run: TrainRun) -> Status:
     return ending.status
 
 
+def guard_run(run: TrainRun, stop: StopSignal, ending: Ending) -> AbstractContextManager[Guard]:
+    """Holds the run's folder and watches over the run; what it must end is written down as this ending."""
+    train = run.train
+    limits = Limits(
+        hang_timeout_s=train.hang_timeout_s, rank_timeout_s=train.rank_timeout_s, stop_grace_s=train.stop_grace_s
+    )
+    return guarding(
+        run.run_dir, run.ranks, stop, limits=limits, on_end=lambda error: write_failure(run.run_dir, ending, error)
+    )
+
+
 def train_until_done(session: Session, ending: Ending) -> Status:
-    """The loop itself: whole steps until the last one or until any rank was asked to stop; then a checkpoint."""
+    """The loop itself: whole steps until the last one or until any rank was asked to stop; then a checkpoint. An
+    evaluation that a stop kept from being made comes first of all."""
     run, state = session.run, session.state
-    stopping = False
-    while state.step < run.train.steps and not stopping:
+    first_step = state.step
+    note_validation(session)
+    record(session, ending)
+    while state.step < run.train.steps:
         fetched = fetch(session)
-        stopping = fetched.stop_requested
-        result = update(session, fetched)
+        if fetched is None:
+            break
+        result = update(session, fetched, may_stop=state.step == first_step)
+        if result is None:
+            break
         note_progress(session, result)
         note_histograms(session, fetched.batches[0])
         note_validation(session)
         record(session, ending)
         end_if_stuck(session, result)
         if session.manager.is_due(state.step):
-            save(session)
-    save(session)
-    return "finished" if state.step >= run.train.steps else "preempted"
+            save(session, wait=False)
+    save(session, wait=True)
+    session.guard.watchdog.finish()
+    return "finished" if state.step >= run.train.steps and not state.validation_due else "preempted"
 
 
-def fetch(session: Session) -> Fetched:
-    """This rank's micro-batches of the next update. A loader error on any rank is raised on all of them."""
+def fetch(session: Session) -> Fetched | None:
+    """This rank's micro-batches of the next update; None where any rank was asked to stop: the run then ends where it
+    stood before. A loader error on any rank is raised on all of them."""
+    session.guard.watchdog.beat(f"data of step {session.state.step + 1}")
+    session.position = session.loader.state_dict()
     batches, error = _take_batches(session)
-    valid_tokens, tokens, stops, errors = sum_integers(
+    hashes = [batch["row_hash_B"] for batch in batches if session.run.ranks.sequence_rank == 0]
+    valid_tokens, tokens, batch_hash, stops, errors, written, failed = sum_integers(
         [
             count_valid_tokens(batches),
             sum(batch["input_ids_BT"].numel() for batch in batches),
+            order_hash.hash_batch(hashes),
             int(session.stop.requested),
             int(error is not None),
+            *session.manager.describe_progress(),
         ]
     )
+    session.manager.note_agreed(written, failed)
     if errors:
         raise_together(error)
-    return Fetched(batches=batches, valid_tokens=valid_tokens, tokens=tokens, stop_requested=stops > 0)
+    if stops:
+        return None
+    return Fetched(
+        batches=batches, valid_tokens=valid_tokens, tokens=tokens, batch_hash=batch_hash & order_hash.SUM_MASK
+    )
 
 
 def _take_batches(session: Session) -> tuple[list[TrainBatch], Exception | None]:
-    """The micro-batches, or the error met on the way; the generators that a model may draw from do not move."""
+    """The micro-batches, or none where a stop came first, or the error met on the way; the generators that a model may
+    draw from do not move."""
+    batches: list[TrainBatch] = []
     with session.meter.waiting(), torch.random.fork_rng(devices=[]):
         try:
-            return [next(session.micro_batches) for _ in range(session.accumulation_steps)], None
+            while len(batches) < session.accumulation_steps:
+                batch = call_interruptibly(lambda: next(session.micro_batches), lambda: session.stop.requested)
+                if batch is STOPPED:
+                    return [], None
+                batches.append(batch)
         except StopIteration:
             words = f"the training loader ended in step {session.state.step + 1} and must be endless"
             return [], RuntimeError(f"{words}; pass one that begins again")
         except Exception as error:
             return [], error
+    return batches, None
 
 
-def update(session: Session, fetched: Fetched) -> StepResult:
-    """One update at this step's learning rate; the state moves on by one step whether or not it was applied."""
-    train = session.run.train
-    fraction = compute_rate_fraction(train.schedule, step=session.state.step, total_steps=train.steps)
+def update(session: Session, fetched: Fetched, *, may_stop: bool) -> StepResult | None:
+    """One update at this step's learning rate; the state moves on by one step whether or not it was applied.
+
+    may_stop: the ranks agree between micro-batches, the first of which may compile for minutes, whether any was asked
+    to stop; the result is then None, and the run stands where it stood before.
+    """
+    train, state = session.run.train, session.state
+    session.guard.watchdog.beat(f"step {state.step + 1}")
+    fraction = compute_rate_fraction(train.schedule, step=state.step, total_steps=train.steps)
+    generators = capture_generators() if may_stop else None
     result = train_step(
         session.engine,
         fetched.batches,
         valid_tokens=fetched.valid_tokens,
         world_size=session.run.ranks.world_size,
         learning_rate=train.optim.learning_rate * fraction,
+        max_loss_nats=build_spike_guard(session).threshold(),
+        should_stop=lambda: may_stop and agree_on_stop(session),
     )
-    session.state.advance(tokens=fetched.tokens, applied=result.applied)
+    if result is not None:
+        advance(session, fetched, result)
+    elif generators is not None:
+        restore_generators(generators)
     return result
+
+
+def advance(session: Session, fetched: Fetched, result: StepResult) -> None:
+    """State and place in the data after a step; with the spike guard on, the host waits for the step's loss here."""
+    state, train = session.state, session.run.train
+    if not train.spike_window_steps:
+        state.spike_window = []
+    elif result.applied:
+        state.spike_window = build_spike_guard(session).extend(float(result.loss_nats))
+    state.advance(tokens=fetched.tokens, applied=result.applied, batch_hash=fetched.batch_hash)
+    state.validation_due = is_due(train.eval_every_steps, state.step) or state.step == train.steps
+    session.position = session.loader.state_dict()
+    session.probe_row = cut_row(fetched.batches[0])
+
+
+def build_spike_guard(session: Session) -> SpikeGuard:
+    """The spike guard as the run stands."""
+    train, losses = session.run.train, session.state.spike_window
+    return SpikeGuard(window_steps=train.spike_window_steps, deviations=train.spike_deviations, losses=losses)
 
 
 def note_progress(session: Session, result: StepResult) -> None:
@@ -147,41 +228,50 @@ def note_histograms(session: Session, batch: TrainBatch) -> None:
 
 
 def note_validation(session: Session) -> None:
-    """When due, and after the last step, evaluates on the validation rows."""
-    every, step = session.run.train.eval_every_steps, session.state.step
-    if not (is_due(every, step) or (every and step == session.run.train.steps)):
-        return
-    with session.meter.paused(), torch.random.fork_rng(devices=[]):
-        loss_nats = compute_validation_loss(session.engine, open_validation_pass(session))
-    session.figures["validation/loss_nats"] = loss_nats
+    """When due, evaluates on the validation rows; a pass that a stop ended leaves no figure and stays due."""
+    if session.state.validation_due and session.run.train.eval_every_steps:
+        with session.meter.paused(), torch.random.fork_rng(devices=[]):
+            loss_nats = evaluate(session)
+        if loss_nats is None:
+            return
+        session.figures["validation/loss_nats"] = loss_nats
+    session.state.validation_due = False
 
 
 def record(session: Session, ending: Ending) -> None:
     """Writes down what this step left to record, if anything, as one record."""
+    state = session.state
     if session.figures or session.histograms:
-        session.recorder.write(session.state.step, session.state.tokens, session.figures, session.histograms)
+        texts = {"data/order_hash": state.order_hash}
+        session.recorder.write(state.step, state.tokens, session.figures, session.histograms, texts)
     ending.losses |= {tag: value for tag, value in session.figures.items() if tag.endswith("/loss_nats")}
     session.figures, session.histograms = {}, {}
 
 
 def end_if_stuck(session: Session, result: StepResult) -> None:
-    """Says what was not finite; raises RunFailed once train.max_nonfinite_steps steps in a row were not applied."""
+    """Says why a step was not applied; raises RunFailed once train.max_skipped_steps in a row were not."""
     if result.applied:
         return
-    state, limit = session.state, session.run.train.max_nonfinite_steps
-    session.recorder.say(f"step {state.step} was not applied: {result.problem} is not finite")
-    if state.nonfinite_in_a_row >= limit:
+    state, limit = session.state, session.run.train.max_skipped_steps
+    session.recorder.say(f"step {state.step} was not applied: {result.problem}")
+    if state.skipped_in_a_row >= limit:
         raise RunFailed(
-            f"{result.problem} is not finite in step {state.step}, the last of {state.nonfinite_in_a_row} such steps "
-            f"in a row (train.max_nonfinite_steps={limit}); weights are as before the first of them: lower "
+            f"{result.problem} in step {state.step}, the last of {state.skipped_in_a_row} steps in a row that were not "
+            f"applied (train.max_skipped_steps={limit}); weights are as before the first of them: lower "
             "train.optim.learning_rate, or look at the data of these steps"
         )
 
 
-def save(session: Session) -> None:
-    """Publishes a checkpoint of this step; the time does not count as training."""
+def save(session: Session, *, wait: bool) -> None:
+    """Saves this step; wait: returns once its checkpoint is published. The time does not count as training."""
+    session.guard.watchdog.beat(f"checkpoint of step {session.state.step}")
     with session.meter.paused():
-        save_session(session)
+        save_session(session, wait=wait)
+
+
+def agree_on_stop(session: Session) -> bool:
+    """True on every rank where any rank was asked to stop."""
+    return sum_integers([int(session.stop.requested)])[0] > 0
 
 
 def is_due(every_steps: int, step: int) -> bool:

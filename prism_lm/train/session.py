@@ -1,26 +1,29 @@
 """What one process holds while a run goes on, and how it is opened: fresh, or from a checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from prism_lm.checkpoint.load import check_fits, newest_checkpoint, read_trainer
+from prism_lm.checkpoint.load import check_fits, load_weights, newest_checkpoint, read_rank_state, read_trainer
 from prism_lm.checkpoint.manager import CheckpointManager
-from prism_lm.parallel.collectives import RunFailed, call_together, gather_objects, iterate_together
+from prism_lm.parallel.collectives import RunFailed, call_together, gather_objects
 from prism_lm.parallel.mesh import check_devices
 from prism_lm.train.config import check_parallel, compute_accumulation_steps
 from prism_lm.train.engine import Engine, build_engine, end_process_group
+from prism_lm.train.guard import Guard
 from prism_lm.train.metrics import Meter, find_peak_flops
+from prism_lm.train.probe import check_probe, take_probe
 from prism_lm.train.state import (
     Loader,
     TrainRun,
     TrainState,
-    capture_rank_state,
-    restore_rank_state,
+    capture_generators,
+    hash_seed,
+    restore_generators,
     seed_generators,
 )
 from prism_lm.train.step import TrainBatch
@@ -44,6 +47,11 @@ class Session:
     meter: Meter
     recorder: Recorder
     stop: StopSignal
+    guard: Guard
+    position: dict[str, Any]
+    "The training loader's place after the last step taken, which a checkpoint holds."
+    probe_row: Mapping[str, torch.Tensor] | None = None
+    "This process's part of the row whose logits a checkpoint holds; None before the first batch."
     validation_batches: list[TrainBatch] = field(default_factory=list[TrainBatch])
     "This rank's validation rows where train.eval_rows limits them, read once and evaluated each time."
     figures: dict[str, float] = field(default_factory=dict[str, float])
@@ -86,19 +94,19 @@ def choose_start(run: TrainRun) -> Start:
     return Start(state=TrainState.from_trainer(trainer), folder=folder)
 
 
-def open_session(run: TrainRun, start: Start, stop: StopSignal, stack: ExitStack) -> Session:
+def open_session(run: TrainRun, start: Start, stop: StopSignal, guard: Guard, stack: ExitStack) -> Session:
     """Builds model, engine and loaders and restores the checkpoint. What does not fit is refused here at the latest,
     and the run's records stay as they are.
 
     The process group must be up. What it opens is closed with `stack`.
     """
     agree_on_start(run, start)
-    manager = CheckpointManager(run.run_dir, run.train.checkpoint, run.ranks)
+    manager = CheckpointManager(run.run_dir, run.train.checkpoint, run.ranks, check_owner=guard.owner.check)
     if start.folder is not None:
         manager.verify(start.folder)
     loader = call_together(run.build_train_loader)
     validation_loader = _open_validation(run)
-    engine = _build_engine(run)
+    engine = _build_engine(run, start.folder)
     stack.callback(end_process_group)
     stack.callback(engine.close)
     if start.folder is not None:
@@ -114,6 +122,8 @@ def open_session(run: TrainRun, start: Start, stop: StopSignal, stack: ExitStack
         meter=_build_meter(run, engine),
         recorder=_build_recorder(run, start),
         stop=stop,
+        guard=guard,
+        position=loader.state_dict(),
     )
 
 
@@ -134,17 +144,29 @@ def _open_validation(run: TrainRun) -> Loader | None:
     return call_together(run.build_validation_loader)
 
 
-def _build_engine(run: TrainRun) -> Engine:
+def _build_engine(run: TrainRun, folder: Path | None) -> Engine:
+    """On a model with the checkpoint's weights, which every stage takes over and cuts as it likes."""
     seed_generators(run.seed)
     model = run.build_model()
+    if folder is not None:
+        call_together(lambda: load_weights(model, folder))
     engine = build_engine(model, run.train, run.parallel, run.ranks, run.run_dir / ENGINE_LOG_NAME)
     seed_generators(run.seed + 1 + run.ranks.rank)
     return engine
 
 
 def _restore(run: TrainRun, folder: Path, engine: Engine, loader: Loader) -> None:
+    """The rest of the state, and the proof that it is there."""
+    trainer = call_together(lambda: read_trainer(folder))
     call_together(lambda: engine.load(folder))
-    call_together(lambda: restore_rank_state(folder, run.ranks.rank, loader))
+    call_together(lambda: loader.load_state_dict(trainer["loader"]))
+    arrangement = run.describe_arrangement()
+    is_same = all(trainer.get(key) == value for key, value in arrangement.items())
+    check_probe(engine, folder, run.ranks, precision=run.train.precision, is_same=is_same)
+    if trainer.get("world_size") == run.ranks.world_size:
+        call_together(lambda: restore_generators(read_rank_state(folder, run.ranks.rank)))
+    else:
+        seed_generators(hash_seed(run.seed, int(trainer["step"]), run.ranks.rank))
 
 
 def _build_recorder(run: TrainRun, start: Start) -> Recorder:
@@ -160,33 +182,16 @@ def _build_meter(run: TrainRun, engine: Engine) -> Meter:
     )
 
 
-def save_session(session: Session) -> None:
-    """Saves this step, unless it is saved already."""
+def save_session(session: Session, *, wait: bool) -> None:
+    """Saves this step, unless it is saved already; wait: return once it is published."""
+    if session.manager.has_saved(session.state.step):
+        return session.manager.finish() if wait else None
+    row, ranks = session.probe_row, session.run.ranks
     session.manager.save(
         session.state.step,
         engine=session.engine,
-        trainer=session.state.describe(session.run),
-        rank_state=capture_rank_state(session.loader),
+        trainer={**session.state.describe(session.run), "loader": session.position},
+        rank_state=capture_generators(),
+        probe={} if row is None else take_probe(session.engine, row, ranks),
+        wait=wait,
     )
-
-
-def open_validation_pass(session: Session) -> Iterator[TrainBatch]:
-    """This rank's validation micro-batches: the first train.eval_rows rows over all ranks, kept from the first pass on;
-    with 0 all rows, read anew each pass and never held together. Errors are raised on all ranks."""
-    train = session.run.train
-    if not train.eval_rows:
-        return _read_validation(session)
-    if not session.validation_batches:
-        limit = -(-train.eval_rows // (train.micro_batch_rows * session.run.ranks.data_world_size))
-        session.validation_batches = list(islice(_read_validation(session), limit))
-    return iter(session.validation_batches)
-
-
-def _read_validation(session: Session) -> Iterator[TrainBatch]:
-    assert session.validation_loader is not None
-    is_empty = True
-    for batch in iterate_together(session.validation_loader, name="the validation loader"):
-        is_empty = False
-        yield batch
-    if is_empty:
-        raise RunFailed("the validation loader has no rows; set train.eval_every_steps=0 or prepare more data")

@@ -1,5 +1,6 @@
 """What a run is given, where it stands, and all that a resume needs besides weights."""
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -10,9 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from prism_lm.checkpoint.folder import rank_file
+from prism_lm.checkpoint.load import FORMAT
 from prism_lm.parallel.apply import ParallelConfig
 from prism_lm.parallel.mesh import Ranks
+from prism_lm.train import order_hash
 from prism_lm.train.config import TrainConfig
 from prism_lm.train.step import TrainBatch
 
@@ -67,15 +69,20 @@ class TrainRun:
 
     def list_fixed(self) -> dict[str, Any]:
         """The settings in which a resume must equal its checkpoint, under the names a user types."""
-        train = self.train
+        return {
+            "seed": self.seed,
+            "train.precision": self.train.precision,
+            "train.global_batch_rows": self.train.global_batch_rows,
+            **{f"fingerprint.{name}": value for name, value in self.fingerprints.items()},
+        }
+
+    def describe_arrangement(self) -> dict[str, Any]:
+        """What a resume may change, at the price of sums in another order."""
         return {
             "world_size": self.ranks.world_size,
-            "seed": self.seed,
-            "train.zero_stage": train.zero_stage,
-            "train.precision": train.precision,
-            "train.global_batch_rows": train.global_batch_rows,
-            "train.micro_batch_rows": train.micro_batch_rows,
-            **{f"fingerprint.{name}": value for name, value in self.fingerprints.items()},
+            "parallel.sequence_degree": self.ranks.sequence_degree,
+            "train.zero_stage": self.train.zero_stage,
+            "train.micro_batch_rows": self.train.micro_batch_rows,
         }
 
 
@@ -88,23 +95,32 @@ class TrainState:
     tokens: int = 0
     "Positions in the global batches taken."
     skipped_steps: int = 0
-    "Steps whose update was not applied because something was not finite."
-    nonfinite_in_a_row: int = 0
+    "Steps whose update was not applied, because something was not finite or the loss far above those before it."
+    skipped_in_a_row: int = 0
     "Skipped steps since the last applied one."
+    order_hash: str = ""
+    "The running hash (order_hash.py) of the rows of all steps taken, skipped ones included."
+    spike_window: list[float] = field(default_factory=list[float])
+    "Losses in nats of the last applied steps, oldest first, at most train.spike_window_steps of them."
+    validation_due: bool = False
+    "This step's evaluation is still to be made: a stop came first."
 
-    def advance(self, *, tokens: int, applied: bool) -> None:
+    def advance(self, *, tokens: int, applied: bool, batch_hash: int) -> None:
+        """One step on; batch_hash is the sum modulo 2^63 of the row hashes of the global batch."""
         self.step += 1
         self.tokens += tokens
         self.skipped_steps += int(not applied)
-        self.nonfinite_in_a_row = 0 if applied else self.nonfinite_in_a_row + 1
+        self.skipped_in_a_row = 0 if applied else self.skipped_in_a_row + 1
+        self.order_hash = order_hash.extend(self.order_hash, batch_hash)
 
     def describe(self, run: TrainRun) -> dict[str, Any]:
-        """What trainer.json holds."""
-        return {"format": 1, **asdict(self), **run.list_fixed(), "train": asdict(run.train)}
+        """What trainer.json holds, but for the loader's place."""
+        fixed, arrangement = run.list_fixed(), run.describe_arrangement()
+        return {"format": FORMAT, **asdict(self), **fixed, **arrangement, "train": asdict(run.train)}
 
     @staticmethod
     def from_trainer(trainer: Mapping[str, Any]) -> "TrainState":
-        return TrainState(**{name: int(trainer[name]) for name in asdict(TrainState())})
+        return TrainState(**{name: type(value)(trainer[name]) for name, value in asdict(TrainState()).items()})
 
 
 def seed_generators(seed: int) -> None:
@@ -114,8 +130,8 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def capture_rank_state(loader: Loader) -> dict[str, Any]:
-    """This rank's generators and place in the data, in values that torch.load reads with weights_only."""
+def capture_generators() -> dict[str, Any]:
+    """This process's generators, in values that torch.load reads with weights_only."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, internal, gauss_next = random.getstate()
     return {
@@ -123,13 +139,11 @@ def capture_rank_state(loader: Loader) -> dict[str, Any]:
         "numpy": (str(kind), torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, gauss),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-        "loader": loader.state_dict(),
     }
 
 
-def restore_rank_state(folder: Path, rank: int, loader: Loader) -> None:
-    """Restores what capture_rank_state gave, from the checkpoint."""
-    state: dict[str, Any] = torch.load(rank_file(folder, rank), map_location="cpu", weights_only=True)
+def restore_generators(state: Mapping[str, Any]) -> None:
+    """Restores what capture_generators gave."""
     version, internal, gauss_next = state["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, gauss = state["numpy"]
@@ -137,4 +151,9 @@ def restore_rank_state(folder: Path, rank: int, loader: Loader) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    loader.load_state_dict(state["loader"])
+
+
+def hash_seed(seed: int, step: int, rank: int) -> int:
+    """A rank's seed after a resume by another number of processes than saved, 63 bits."""
+    digest = hashlib.blake2b(f"{seed} {step} {rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1

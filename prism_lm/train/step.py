@@ -1,7 +1,7 @@
 """One update and one validation pass, over whole global batches."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, cast
 
@@ -21,6 +21,11 @@ class TrainBatch(TypedDict):
     "int64, -100 where no loss is taken"
     document_start_BT: torch.Tensor
     "bool, True at the first token of a document"
+    row_hash_B: torch.Tensor
+    "int64, 0 or more: a hash of each whole row, equal on all processes that hold a slice of it"
+
+
+MODEL_INPUTS = ("input_ids_BT", "labels_BT", "document_start_BT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +33,13 @@ class StepResult:
     """One update, the same on every rank."""
 
     applied: bool
-    "Whether the update was made; it is not when loss or gradients are not finite."
+    "Whether the update was made; it is not when loss or gradients are not finite, or the loss is above its limit."
     loss_nats: torch.Tensor
     "Mean over the global batch's valid tokens, fp64 scalar on the device; reading it waits for the device."
     grad_norm: float
     learning_rate: float
     problem: str = ""
-    "What was not finite, and on which ranks; empty when applied."
+    "Why the update was not made: what was not finite and on which ranks, or which limit was passed; else empty."
 
 
 def count_valid_tokens(batches: Iterable[TrainBatch]) -> int:
@@ -43,52 +48,77 @@ def count_valid_tokens(batches: Iterable[TrainBatch]) -> int:
 
 
 def train_step(
-    engine: Engine, batches: Sequence[TrainBatch], *, valid_tokens: int, world_size: int, learning_rate: float
-) -> StepResult:
-    """Forward and backward over this rank's micro-batches, then one update from the global mean gradient.
+    engine: Engine,
+    batches: Sequence[TrainBatch],
+    *,
+    valid_tokens: int,
+    world_size: int,
+    learning_rate: float,
+    max_loss_nats: float = math.inf,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> StepResult | None:
+    """Forward and backward over this rank's micro-batches, then one update from the global mean gradient, which is not
+    made where the global mean loss is above max_loss_nats.
 
     valid_tokens counts the whole global batch. DeepSpeed averages over ranks, so each loss sum is scaled by
     world_size / valid_tokens to make that average the gradient of the global mean.
+
+    should_stop is asked between micro-batches, and must say the same on every rank; where it says so the result is
+    None, nothing was applied, and the engine can be saved but holds gradients that nobody will use.
     """
     scale = world_size / max(1, valid_tokens)
     local_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+    loss_nats = local_sum
     for index, batch in enumerate(batches):
+        if index > 0 and should_stop():
+            return None
         is_last = index == len(batches) - 1
         loss_sum = engine.compute_loss(move_to_device(batch, engine.device), is_last=is_last)
         local_sum = local_sum + loss_sum.detach()
-        engine.backward(loss_sum * scale * _spoil_if_nonfinite(local_sum, is_last=is_last))
+        factor: torch.Tensor | float = 1.0
+        if is_last:
+            loss_nats = sum_tensor(local_sum) / max(1, valid_tokens)
+            factor = _spoil_unless_within(loss_nats, max_loss_nats)
+        engine.backward(loss_sum * scale * factor)
     outcome = engine.step(learning_rate)
     return StepResult(
         applied=outcome.applied,
-        loss_nats=sum_tensor(local_sum) / max(1, valid_tokens),
+        loss_nats=loss_nats,
         grad_norm=outcome.grad_norm,
         learning_rate=learning_rate,
-        problem="" if outcome.applied else _describe_problem(local_sum),
+        problem="" if outcome.applied else _describe_problem(local_sum, float(loss_nats), max_loss_nats),
     )
 
 
-def _spoil_if_nonfinite(local_sum: torch.Tensor, *, is_last: bool) -> torch.Tensor | float:
-    """A factor that carries a non-finite loss into the gradients, which can stay finite under an infinite loss.
+def _spoil_unless_within(loss_nats: torch.Tensor, max_loss_nats: float) -> torch.Tensor:
+    """A factor of 1, or NaN where the loss is not finite or above the limit.
 
-    The gradient norm that all ranks share then decides alone, and no rank waits for its own loss to be read.
+    It carries that into the gradients, which can stay finite under an infinite loss: the gradient norm that all ranks
+    share then decides alone, and the host does not wait for the loss.
     """
-    if not is_last:
-        return 1.0
-    return torch.where(torch.isfinite(local_sum), 1.0, math.nan).to(torch.float32)
+    is_within = torch.isfinite(loss_nats) & (loss_nats <= max_loss_nats)
+    return torch.where(is_within, 1.0, math.nan).to(torch.float32)
 
 
-def _describe_problem(local_sum: torch.Tensor) -> str:
+def _describe_problem(local_sum: torch.Tensor, loss_nats: float, max_loss_nats: float) -> str:
     finite = gather_objects(math.isfinite(float(local_sum)))
     ranks = [str(rank) for rank, is_finite in enumerate(finite) if not is_finite]
     if ranks:
-        return f"the loss of rank {', '.join(ranks)}"
-    return "the gradient norm (every rank's loss was finite)"
+        return f"the loss of rank {', '.join(ranks)} is not finite"
+    if loss_nats > max_loss_nats:
+        return f"the loss of {loss_nats:.4f} nats is above the spike threshold of {max_loss_nats:.4f} nats"
+    return "the gradient norm is not finite, though every rank's loss is"
 
 
-def compute_validation_loss(engine: Engine, batches: Iterable[TrainBatch]) -> float:
-    """Mean nats over the valid tokens of all ranks' micro-batches; each rank must pass equally many."""
+def compute_validation_loss(engine: Engine, batches: Iterable[TrainBatch | None]) -> float | None:
+    """Mean nats over the valid tokens of all ranks' micro-batches; each rank must pass equally many.
+
+    A None among them, at the same place on every rank, ends the pass without a result.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
     for batch in batches:
+        if batch is None:
+            return None
         sums[0] += engine.evaluate_loss(move_to_device(batch, engine.device)).double()
         sums[1] += count_valid_tokens([batch])
     nats, tokens = sum_tensor(sums).tolist()
@@ -96,6 +126,7 @@ def compute_validation_loss(engine: Engine, batches: Iterable[TrainBatch]) -> fl
 
 
 def move_to_device(batch: TrainBatch, device: torch.device) -> dict[str, torch.Tensor]:
-    """The micro-batch on the device; the host does not wait for what the device was given to do before."""
+    """What the model takes of the micro-batch, on the device; the host does not wait for what the device was given to
+    do before."""
     tensors = cast(dict[str, torch.Tensor], batch)
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    return {name: tensors[name].to(device, non_blocking=True) for name in MODEL_INPUTS}

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ class Recorder:
     """Records the figures of a run at rank 0, from the step after `resumed_step` on; other ranks record nothing.
 
     It writes while it is entered. What an earlier, killed process recorded beyond that step is dropped then, so that no
-    step is recorded twice.
+    step is recorded twice; what is still to be recorded of that step itself joins its record.
     """
 
     def __init__(self, run_dir: Path, *, resumed_step: int, total_steps: int, enabled: bool) -> None:
@@ -47,18 +48,28 @@ class Recorder:
         tokens: int,
         figures: Mapping[str, float],
         histograms: Mapping[str, torch.Tensor] | None = None,
+        texts: Mapping[str, str] | None = None,
     ) -> None:
-        """Records one step's figures (tags `group/name_unit`); call it once a step at most."""
+        """Records one step's figures (tags `group/name_unit`); call it once a step at most. Texts go to metrics.jsonl
+        alone."""
         if not self._enabled:
             return
         readable = {tag: value if math.isfinite(value) else None for tag, value in figures.items()}
-        self._file.write(json.dumps({"step": step, "tokens": tokens, **readable}) + "\n")
-        self._file.flush()
+        self._append({"step": step, "tokens": tokens, **readable, **(texts or {})})
         for tag, value in figures.items():
             self._board.add_scalar(tag, value, step)
         for tag, values in (histograms or {}).items():
             self._board.add_histogram(tag, values, step)
         print(format_line(step, self._total_steps, figures), flush=True)
+
+    def _append(self, record: dict[str, Any]) -> None:
+        if record["step"] != self._resumed_step:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+            return
+        self._file.close()
+        join_record(self._run_dir / METRICS_NAME, record)
+        self._file = (self._run_dir / METRICS_NAME).open("a")
 
     def say(self, text: str) -> None:
         """Prints a line at rank 0."""
@@ -77,8 +88,21 @@ def drop_after(path: Path, last_step: int) -> None:
                 kept.append(line + "\n")
         except ValueError:
             continue
+    _replace(path, kept)
+
+
+def join_record(path: Path, record: dict[str, Any]) -> None:
+    """Adds to the last line where that is of the same step; else a line of its own."""
+    lines = path.read_text().splitlines(keepends=True)
+    last: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    if last.get("step") == record["step"]:
+        lines, record = lines[:-1], last | record
+    _replace(path, [*lines, json.dumps(record) + "\n"])
+
+
+def _replace(path: Path, lines: list[str]) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text("".join(kept))
+    temporary.write_text("".join(lines))
     temporary.replace(path)
 
 

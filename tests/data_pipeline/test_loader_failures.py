@@ -2,10 +2,12 @@
 test_failures_in_training.py."""
 
 import itertools
+import json
 import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection
@@ -21,14 +23,14 @@ from data_pipeline.loader import Loader, build_loader
 from tests.data_pipeline.disks import REFUSALS, fill, full_disk, make_read_only
 from tests.data_pipeline.test_preflight import flip, truncate
 
-LIMIT_S = 60.0
+LIMIT_S, TIMEOUT_S = 60.0, 20.0
 SHARD = "train/alpha/shard.000006.mds.zstd"
 FORK = multiprocessing.get_context("fork")
 
 
 def load(folder: Path, cache_dir: Path, workers: int, **keys: Any) -> Loader:
     """A loader that reads in stored order, so that SHARD comes long after the first batch."""
-    config = DataConfig(path=str(folder), row_tokens=64, workers=workers, shuffle=False, timeout_s=20.0)
+    config = DataConfig(path=str(folder), row_tokens=64, workers=workers, shuffle=False, timeout_s=TIMEOUT_S)
     keys = {"rank": 0, "world_size": 1, "micro_batch_rows": 4, **keys}
     return build_loader(config, split="train", seed=7, cache_dir=cache_dir, endless=True, **keys)
 
@@ -127,6 +129,36 @@ def read_with_a_killed_worker(pipe: Connection, folder: Path, cache: Path, worke
                 os.kill(max(child.pid or 0 for child in multiprocessing.active_children()), signal.SIGKILL)
     except RuntimeError as error:  # torch may raise its own from a signal handler, wherever the process is
         pipe.send(str(error))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loader_process_killed_under_a_reading_thread_is_reported_long_before_the_timeout(
+    prepared, tmp_path, workers
+) -> None:
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=read_in_a_thread, args=(theirs, prepared, tmp_path, workers))
+    process.start()
+    seconds, message = json.loads(receive(ours))
+    assert "loader process" in message and "exited unexpectedly" in message
+    assert seconds < TIMEOUT_S / 2
+    process.join()
+
+
+def read_in_a_thread(pipe: Connection, folder: Path, cache: Path, workers: int) -> None:
+    reader = threading.Thread(target=time_a_killed_worker, args=(pipe, folder, cache, workers))
+    reader.start()
+    reader.join()
+
+
+def time_a_killed_worker(pipe: Connection, folder: Path, cache: Path, workers: int) -> None:
+    killed_s = 0.0
+    try:
+        for step, _ in enumerate(load(folder, cache, workers)):
+            if step == 1:
+                killed_s = time.monotonic()
+                os.kill(max(child.pid or 0 for child in multiprocessing.active_children()), signal.SIGKILL)
+    except RuntimeError as error:
+        pipe.send(json.dumps([time.monotonic() - killed_s, str(error)]))
 
 
 def test_a_killed_run_starts_again_in_the_same_place_and_leaves_nothing_behind(prepared, tmp_path) -> None:

@@ -52,6 +52,7 @@ def test_a_row_that_begins_inside_a_document_marks_no_start() -> None:
 def test_the_batch_has_the_dtypes_written_down() -> None:
     batch = build_batch([], batch_rows=2, row_tokens=4, bos_id=BOS)
     assert {key: value.dtype for key, value in batch.items()} == BATCH_DTYPES
+    assert batch.pop("row_hash_B").shape == (2,)
     assert all(value.shape == (2, 4) and value.is_contiguous() for value in batch.values())
 
 

@@ -49,8 +49,8 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("world_size", r"world_size=2 must equal world_size=1 .* start 1 processes \(torchrun --nproc-per-node\)"),
-        ("train.zero_stage", r"train\.zero_stage=2 must equal .* set train\.zero_stage=1, or choose another run_dir"),
+        ("seed", r"seed=2 must equal seed=1 .* set seed=1, or choose another run_dir"),
+        ("train.precision", r"train\.precision=2 must equal .* set train\.precision=1, or choose another run_dir"),
     ],
 )
 def test_checkpoint_of_another_setting_is_refused_with_the_remedy(key: str, text: str, tmp_path: Path) -> None:

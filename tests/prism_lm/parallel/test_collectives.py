@@ -11,6 +11,7 @@ from prism_lm.parallel.collectives import (
     call_together,
     describe_error,
     gather_objects,
+    naming_missing,
     raise_together,
     sum_integers,
     sum_tensor,
@@ -80,3 +81,21 @@ def lose_partner() -> str:
 def test_lost_partner_is_named_as_such() -> None:
     first, second = run_on(2, lose_partner)
     assert second == "left" and first.startswith("another process of the run ended or could not be reached")
+
+
+def test_lost_partner_is_named_by_who_can_tell_and_asked_for_once() -> None:
+    asked: list[int] = []
+
+    def find_missing() -> list[str]:
+        asked.append(1)
+        return ["rank 1 (host, pid 7)", "rank 3 (host, pid 9)"]
+
+    error = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:2000")
+    with naming_missing(find_missing):
+        words = describe_error(error)
+        assert describe_error(OSError("no space")) == "no space"
+    assert words.startswith(
+        "rank 1 (host, pid 7), rank 3 (host, pid 9) of the run ended or could not be reached; its own"
+    )
+    assert describe_error(error) == words and len(asked) == 1
+    assert describe_error(RuntimeError(str(error))).startswith("another process of the run ended")

@@ -1,10 +1,13 @@
 """Ranks as the environment names them."""
 
 import os
+import time
 
 import pytest
 
+from prism_lm.parallel.collectives import sum_integers
 from prism_lm.parallel.mesh import Ranks, check_devices, cut_rows, process_group, spell_divisors
+from tests.harness import read_ranks, run_on
 
 
 def test_rank_0_alone_is_the_main_one() -> None:
@@ -83,3 +86,51 @@ def test_one_process_needs_no_address_and_leaves_the_environment_as_it_was(monke
         assert dist.get_world_size() == 1 and os.environ["RANK"] == "0"
     assert not dist.is_initialized()
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(os.environ)
+
+
+def meet_a_timeout() -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    seconds: list[float] = []
+    with process_group(read_ranks(), timeout_s=2.0):
+        dist.barrier()
+        for group in (None, dist.new_group([0, 1])):
+            began_s = time.monotonic()
+            if read_ranks().rank == 0:
+                with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+                    dist.all_reduce(torch.ones(1), group=group)
+            else:
+                time.sleep(4.0)
+            seconds.append(time.monotonic() - began_s)
+            if read_ranks().rank == 0:
+                time.sleep(2.0)
+    return seconds
+
+
+def test_collective_fails_after_the_timeout_given_in_later_groups_too() -> None:
+    waited = run_on(2, meet_a_timeout)[0]
+    assert all(1.5 < seconds < 3.9 for seconds in waited), waited
+
+
+def sum_in_three_groups() -> list[int]:
+    totals: list[int] = []
+    for _ in range(3):
+        with process_group(read_ranks()):
+            totals += sum_integers([read_ranks().rank])
+        time.sleep(0.2 * read_ranks().rank)
+    return totals
+
+
+def test_groups_of_the_same_processes_follow_one_another() -> None:
+    assert run_on(3, sum_in_three_groups) == [[3, 3, 3]] * 3
+
+
+def test_several_processes_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with (
+        pytest.raises(ValueError, match=r"MASTER_PORT must be set for world_size=2 processes; start with torchrun"),
+        process_group(Ranks(world_size=2)),
+    ):
+        pass

@@ -20,7 +20,12 @@ from prism_lm.train.schedule import ScheduleConfig
         ),
         ({"steps": 0}, r"train\.steps=0 must be at least 1"),
         ({"max_grad_norm": -1.0}, r"train\.max_grad_norm=-1\.0 must be at least 0; use 0 to turn it off"),
-        ({"max_nonfinite_steps": 0}, r"train\.max_nonfinite_steps=0 must be at least 1"),
+        ({"max_skipped_steps": 0}, r"train\.max_skipped_steps=0 must be at least 1"),
+        ({"spike_window_steps": -1}, r"train\.spike_window_steps=-1 must be at least 0; use 0 to turn it off"),
+        (
+            {"spike_deviations": 0.0},
+            r"train\.spike_deviations=0\.0 must be above 0; use 8, or train\.spike_window_steps=0",
+        ),
         (
             {"steps": 10, "schedule": ScheduleConfig(warmup_steps=10)},
             r"train\.schedule\.warmup_steps=10 must be below train\.steps=10; use at most 9",

@@ -6,10 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from prism_lm.checkpoint import folder as disk
+from prism_lm.checkpoint.fragments import KINDS, OPTIMIZER_NAME, build_index, list_parameters, read_full, read_index
+from prism_lm.checkpoint.load import load_weights
+from prism_lm.checkpoint.share import MainShare, Share
 from prism_lm.parallel.apply import ParallelConfig
-from prism_lm.parallel.collectives import RunFailed, call_together, sum_integers
+from prism_lm.parallel.collectives import gather_objects, sum_integers
 from prism_lm.parallel.mesh import Ranks, process_group
 from prism_lm.train.config import TrainConfig
 from prism_lm.train.engine import Engine, build_engine, derive_settings
@@ -72,6 +77,17 @@ def train_with_engines(folder: str) -> list[tuple[list[float], list[float], dict
             outcomes.append(([float(result.loss_nats) for result in results], norms, engine.gather_weights()))
             engine.close()
     return outcomes
+
+
+def write_state(engine: Engine, folder: Path) -> None:
+    """What a checkpoint of this engine holds, without manifest; every rank writes its part."""
+    ranks, staged = read_ranks(), engine.stage()
+    index = build_index(staged.shapes, gather_objects(staged.pieces), staged.applied_steps)
+    main = MainShare(weights=staged.weights, index=index, trainer={}, probe={}) if ranks.is_main else None
+    for name in ("ranks", OPTIMIZER_NAME):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    Share(rank=ranks.rank, optimizer=staged.optimizer, rank_state={}, main=main).write(folder)
+    sum_integers([0])
 
 
 def start_plainly(precision: str) -> TinyModel:
@@ -144,12 +160,15 @@ def resume_with_other_settings(folder: str) -> list[dict[str, Tensor]]:
             for step, optim, max_grad_norm in ((0, OPTIM, MAX_NORM), (1, OTHER_OPTIM, OTHER_MAX_NORM)):
                 torch.manual_seed(0)
                 settings = replace(config, optim=optim, max_grad_norm=max_grad_norm)
-                engine = build_tiny_engine(settings, str(place), TinyModel())
+                model = TinyModel()
+                if step == 1:
+                    load_weights(model, place)
+                engine = build_tiny_engine(settings, str(place), model)
                 if step == 1:
                     engine.load(place)
                 assert take_step(engine, step).applied
                 if step == 0:
-                    engine.save(place)
+                    write_state(engine, place)
                 else:
                     weights.append(engine.gather_weights())
                 engine.close()
@@ -168,29 +187,79 @@ def test_optimizer_settings_changed_on_resume_take_effect(tmp_path: Path) -> Non
         assert_updates_agree(weights, dict(model.named_parameters()), precision, f"{precision}, stage {stage}")
 
 
-class FullDisk:
-    """Stands for torch.save on a full disk."""
+def write_all_stages(folder: str) -> None:
+    """A checkpoint's engine files after two steps, by precision and stage."""
+    with process_group(read_ranks()):
+        for precision, stage in ALL_STAGES:
+            torch.manual_seed(0)
+            engine = build_tiny_engine(build_config(precision, stage), folder, TinyModel())
+            assert take_step(engine, 0).applied and take_step(engine, 1).applied
+            place = Path(folder) / f"{precision}-{stage}"
+            write_state(engine, place)
+            engine.close()
 
-    def __call__(self, state: object, path: object, *arguments: object, **named: object) -> None:
-        raise OSError(f"no space left for {path}")
 
-
-def save_on_full_disk(folder: str) -> str:
+def load_in_all_stages(folder: str, again: str) -> None:
+    """What every stage holds after loading what any stage of the same precision wrote is that, to the bit."""
     ranks = read_ranks()
     with process_group(ranks):
-        engine = build_tiny_engine(build_config("fp32", 2), folder, TinyModel())
-        take_step(engine, 0)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(RunFailed) as caught:
-            if ranks.rank == 1:
-                patch.setattr(torch, "save", FullDisk())
-            call_together(lambda: engine.save(Path(folder)))
+        for precision, stage in ALL_STAGES:
+            for _, other in [one for one in ALL_STAGES if one[0] == precision]:
+                written = Path(folder) / f"{precision}-{other}"
+                model = TinyModel()
+                load_weights(model, written)
+                engine = build_tiny_engine(build_config(precision, stage), again, model)
+                engine.load(written)
+                held = Path(again) / f"{precision}-{stage}-{other}"
+                write_state(engine, held)
+                if ranks.is_main:
+                    assert_same_state(held, written)
+                assert take_step(engine, 2).applied
+                engine.close()
+
+
+def assert_same_state(folder: Path, expected: Path) -> None:
+    assert read_index(folder).applied_steps == read_index(expected).applied_steps == 2
+    assert list_parameters(folder) == list_parameters(expected) == {n: tuple(p.shape) for n, p in named_tiny()}
+    for name in list_parameters(expected):
+        for kind in KINDS:
+            one, other = read_full(folder, name, kind), read_full(expected, name, kind)
+            assert one.abs().sum() > 0 and torch.equal(one, other), (name, kind, folder)
+    weights, others = (load_file(place / disk.WEIGHTS_NAME) for place in (folder, expected))
+    assert weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def named_tiny() -> list[tuple[str, torch.nn.Parameter]]:
+    return list(TinyModel().named_parameters())
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 2), (2, 1), (4, 2)])
+def test_state_of_any_stage_and_number_of_processes_loads_into_any_other_to_the_bit(
+    saved_by: int, loaded_by: int, tmp_path: Path
+) -> None:
+    written, again = tmp_path / "written", tmp_path / "again"
+    for folder in (written, again):
+        folder.mkdir()
+    run_on(saved_by, write_all_stages, str(written))
+    run_on(loaded_by, load_in_all_stages, str(written), str(again))
+
+
+def load_half_a_model(folder: str) -> None:
+    """Weights of one step with the masters of another are refused."""
+    with process_group(read_ranks()):
+        torch.manual_seed(0)
+        engine = build_tiny_engine(build_config("bf16", 1), folder, TinyModel())
+        for step, name in enumerate(("first", "second")):
+            take_step(engine, step)
+            write_state(engine, Path(folder) / name)
+        (Path(folder) / "first" / disk.WEIGHTS_NAME).rename(Path(folder) / "second" / disk.WEIGHTS_NAME)
+        with pytest.raises(ValueError, match=r"fp32 copy of \S+ does not round to its weight in model.safetensors"):
+            engine.load(Path(folder) / "second")
         engine.close()
-    return str(caught.value)
 
 
-def test_disk_that_is_full_for_one_rank_leaves_none_waiting_in_the_engine(tmp_path: Path) -> None:
-    first, second = run_on(2, save_on_full_disk, str(tmp_path), timeout_s=60)
-    assert first == second and first.startswith("no space left for ") and first.endswith(" (rank 1 of 2)")
+def test_masters_that_do_not_belong_to_the_weights_are_refused(tmp_path: Path) -> None:
+    run_on(1, load_half_a_model, str(tmp_path))
 
 
 class SpoilableModel(TinyModel):

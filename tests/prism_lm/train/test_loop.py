@@ -218,7 +218,7 @@ def train_with_nans(folder: str, bad_steps: list[int]) -> str:
         if step in bad_steps and read_ranks().rank == 1:
             batch["input_ids_BT"][0, 0] = 63
 
-    config = build_config(max_nonfinite_steps=2)
+    config = build_config(max_skipped_steps=2)
     run = build_run(Path(folder), config, build_model=NanModel, loader=lambda ranks: build_loader(ranks, spoil=spoil))
     try:
         return run_training(run)
@@ -237,7 +237,9 @@ def test_run_survives_single_nans_and_counts_them(tmp_path: Path) -> None:
 def test_nans_in_a_row_end_the_run_with_step_ranks_and_cause(tmp_path: Path) -> None:
     first, second = run_on(2, train_with_nans, str(tmp_path), [2, 3])
     assert first == second
-    assert first.startswith("the loss of rank 1 is not finite in step 4, the last of 2 such steps in a row")
+    assert first.startswith(
+        "the loss of rank 1 is not finite in step 4, the last of 2 steps in a row that were not applied"
+    )
     assert read_result(tmp_path)["error"] == first
 
 
@@ -257,10 +259,10 @@ def test_stop_signal_to_one_rank_ends_all_with_a_checkpoint_that_goes_on(tmp_pat
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert run_on(2, train_with_signal, str(whole), None) == ["finished"] * 2
     assert run_on(2, train_with_signal, str(stopped), 2) == ["preempted"] * 2
-    assert (read_result(stopped)["status"], read_result(stopped)["step"]) == ("preempted", 3)
+    assert (read_result(stopped)["status"], read_result(stopped)["step"]) == ("preempted", 2)
     assert run_on(2, train_with_signal, str(stopped), None) == ["finished"] * 2
     assert read_losses(stopped) == read_losses(whole)
-    assert [path.name for path in sorted((stopped / "checkpoints").iterdir())] == ["step_3", "step_6"]
+    assert [path.name for path in sorted((stopped / "checkpoints").iterdir())] == ["step_2", "step_6"]
 
 
 def test_finished_run_ends_at_once_and_longer_one_goes_on(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 from prism_lm.parallel.collectives import RunFailed
 from prism_lm.parallel.mesh import Ranks
 from prism_lm.train.config import TrainConfig
-from prism_lm.train.outcome import Ending, read_status, reporting, write_start
+from prism_lm.train.lineage import read_lineage
+from prism_lm.train.outcome import Ending, read_status, reporting, write_failure, write_start
 from prism_lm.train.state import TrainRun, TrainState
 from tests.harness import build_run
 
@@ -42,7 +43,8 @@ def test_first_rank_to_fail_is_believed(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError), reporting(of_rank(run, 0), build_ending()):
         raise ConnectionError("lost a partner")
     assert (read_result(tmp_path)["status"], read_result(tmp_path)["error"]) == ("failed", "no space left")
-    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "lineage.jsonl"}
+    assert [line["error"] for line in read_lineage(tmp_path)] == ["no space left"]
 
 
 def test_error_that_all_ranks_share_is_written_by_rank_0(tmp_path: Path) -> None:
@@ -60,12 +62,14 @@ def test_start_removes_the_former_result_and_keeps_its_cause(tmp_path: Path) -> 
     assert read_status(tmp_path) == "preempted"
     write_start(run, TrainState(step=4))
     write_start(run, TrainState(step=4))
-    lines = [json.loads(line) for line in (tmp_path / "lineage.jsonl").read_text().splitlines()]
-    assert [(line["event"], line["step"], line["former_end"]) for line in lines] == [
-        ("start", 0, None),
-        ("resume", 4, "preempted"),
-        ("resume", 4, "killed"),
+    lines = read_lineage(tmp_path)
+    assert [(line["event"], line["step"], line.get("former_end"), line.get("resumed_from")) for line in lines] == [
+        ("start", 0, None, None),
+        ("end", 4, None, None),
+        ("resume", 4, "preempted", "step_4"),
+        ("resume", 4, "killed", "step_4"),
     ]
+    assert lines[1]["status"] == "preempted"
     assert read_status(tmp_path) is None
     assert (tmp_path / "config.yaml").read_text() == run.config_yaml
     assert json.loads((tmp_path / "environment.json").read_text()) == {"python": "3"}
@@ -83,6 +87,44 @@ def test_ending_cut_short_by_a_kill_does_not_silence_the_next(tmp_path: Path) ->
     with reporting(run, build_ending()):
         pass
     assert read_status(tmp_path) == "preempted"
+
+
+def test_start_says_on_what_it_runs_and_what_the_former_one_failed_of(tmp_path: Path) -> None:
+    environment = {"commit": "3052b82", "slurm_job_id": 71, "slurm_restart_count": 2}
+    run = replace(build_run(tmp_path, TrainConfig(zero_stage=2)), environment=environment)
+    write_start(run, TrainState())
+    write_failure(tmp_path, build_ending(), "a shard is truncated")
+    write_failure(tmp_path, build_ending(), "lost a partner")
+    ranks = Ranks(world_size=4, sequence_degree=2)
+    write_start(replace(run, ranks=ranks), TrainState(step=0), tmp_path / "checkpoints" / "step_0")
+    start, end, resume = read_lineage(tmp_path)
+    assert (start["commit"], start["slurm_job_id"], start["slurm_restart_count"]) == ("3052b82", 71, 2)
+    assert (start["event"], end["event"], end["error"]) == ("start", "end", "a shard is truncated")
+    assert (resume["event"], resume["resumed_from"], resume["former_error"]) == ("resume", "step_0", end["error"])
+    places = ("world_size", "data_degree", "sequence_degree", "zero_stage")
+    assert [resume[name] for name in places] == [4, 2, 2, 2]
+    assert resume["host"] and resume["time"] and len(resume["config_sha256"]) == 64
+
+
+def test_start_that_lost_the_folder_writes_no_ending_there(tmp_path: Path) -> None:
+    run, ending = build_run(tmp_path, TrainConfig()), build_ending()
+    ending.check_owner = raise_lost
+    with pytest.raises(RunFailed, match="took this run over"), reporting(run, ending):
+        pass
+    with pytest.raises(OSError, match="no space left"), reporting(run, ending):
+        raise OSError("no space left")
+    assert list(tmp_path.iterdir()) == []
+
+
+def raise_lost() -> None:
+    raise RunFailed("another start took this run over")
+
+
+def test_record_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
+    run = build_run(tmp_path / "absent", TrainConfig())
+    with pytest.raises(RuntimeError, match="the real cause") as raised, reporting(run, build_ending()):
+        raise RuntimeError("the real cause")
+    assert "do not tell this ending" in raised.value.__notes__[0]
 
 
 def raise_exit(path: Path, value: object) -> None:

@@ -28,7 +28,16 @@ from prism_lm.train.loop import run_training
 from prism_lm.train.schedule import ScheduleConfig
 from prism_lm.train.session import Start, agree_on_start, choose_start
 from prism_lm.train.state import TrainRun, TrainState
-from tests.harness import Group, ListLoader, build_language_config, build_run, read_losses, read_ranks, run_on
+from tests.harness import (
+    Group,
+    ListLoader,
+    build_language_config,
+    build_run,
+    read_losses,
+    read_ranks,
+    read_records,
+    run_on,
+)
 
 VOCAB_SIZE, ROW_TOKENS, STEPS = 320, 64, 16
 
@@ -43,15 +52,14 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build_text_run(run_dir: Path, data_dir: Path, **settings: Any) -> TrainRun:
     """The real model on real shards through the real loader."""
     train = TrainConfig(
-        steps=STEPS,
+        **{"steps": STEPS, **settings},
         global_batch_rows=4,
         micro_batch_rows=2,
         log_every_steps=1,
         eval_every_steps=5,
         eval_rows=8,
-        schedule=ScheduleConfig(warmup_steps=4),
+        schedule=ScheduleConfig(kind="constant", warmup_steps=4),
         checkpoint=CheckpointConfig(save_every_steps=3, keep_last=2),
-        **settings,
     )
     model_config = build_language_config(vocab_size=VOCAB_SIZE)
     run = build_run(run_dir, train, build_model=lambda: LanguageModel(model_config))
@@ -143,27 +151,65 @@ def test_weights_of_a_split_run_load_into_an_ordinary_model(finished_run: Path, 
     given = {"rank": 0, "world_size": 1, "micro_batch_rows": 8, "seed": 7, "endless": False}
     loader = build_loader(config, split="validation", cache_dir=finished_run / "cache", **given)
     batch = next(iter(loader))
-    loss = model(**batch).item() / int((batch["labels_BT"] != -100).sum())
+    loss = model(batch["input_ids_BT"], batch["document_start_BT"], batch["labels_BT"]).item() / int(
+        (batch["labels_BT"] != -100).sum()
+    )
     result = json.loads((finished_run / "result.json").read_text())
     # Means of some hundred fp32 terms summed in another order.
     assert result["validation/loss_nats"] == pytest.approx(loss, rel=2**-20)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "zero_stage", "text"),
+    ("settings", "text"),
     [
-        (1, 3, r"^world_size=1 must equal world_size=2 of the checkpoint .* start 2 processes"),
-        (2, 2, r"^train\.zero_stage=2 must equal train\.zero_stage=3 of the checkpoint .* set train\.zero_stage=3"),
+        (
+            {"precision": "bf16"},
+            r"^train\.precision=bf16 must equal train\.precision=fp32 of .* set train\.precision=fp32",
+        ),
+        (
+            {"global_batch_rows": 8},
+            r"^train\.global_batch_rows=8 must equal train\.global_batch_rows=4 of the checkpoint",
+        ),
     ],
 )
 def test_run_that_differs_from_its_checkpoint_is_refused_before_it_starts(
-    world_size: int, zero_stage: int, text: str, finished_run: Path, data_dir: Path
+    settings: dict[str, Any], text: str, finished_run: Path, data_dir: Path
 ) -> None:
-    run = build_text_run(finished_run, data_dir, zero_stage=zero_stage)
+    run = build_text_run(finished_run, data_dir, zero_stage=3)
     with pytest.raises(ValueError, match=text):
-        choose_start(replace(run, ranks=Ranks(world_size=world_size)))
-    fitting = build_text_run(finished_run, data_dir, zero_stage=3)
-    assert choose_start(replace(fitting, ranks=Ranks(world_size=2))).state.step == STEPS
+        choose_start(replace(run, train=replace(run.train, **settings)))
+    assert choose_start(run).state.step == STEPS
+
+
+def read_order_hashes(run_dir: Path) -> list[str]:
+    return [record["data/order_hash"] for record in read_records(run_dir) if "train/loss_nats" in record]
+
+
+# Sums of some hundred fp32 gradients in another order, over eight steps of a model that divides by their moments.
+ELASTIC_BOUND = 2**-14
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((1, {"zero_stage": 1}), (2, {"zero_stage": 2})),
+        ((2, {"zero_stage": 3}), (1, {"zero_stage": 0})),
+        ((2, {"zero_stage": 2}), (2, {"zero_stage": 3})),
+    ],
+    ids=["1-stage1-to-2-stage2", "2-stage3-to-1-stage0", "2-stage2-to-stage3"],
+)
+def test_run_goes_on_with_other_processes_and_stages_in_the_same_order_of_samples(
+    before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]], data_dir: Path, tmp_path: Path
+) -> None:
+    whole, changed = tmp_path / "whole", tmp_path / "changed"
+    run_on(before[0], train_on_text, str(whole), str(data_dir), before[1])
+    run_on(before[0], train_on_text, str(changed), str(data_dir), {**before[1], "steps": 8})
+    assert set(run_on(after[0], train_on_text, str(changed), str(data_dir), after[1])) == {"finished"}
+    assert len(read_order_hashes(whole)) == STEPS and read_order_hashes(changed) == read_order_hashes(whole)
+    expected, actual = read_losses(whole), read_losses(changed)
+    assert {step: actual[step] for step in range(1, 8)} == {step: expected[step] for step in range(1, 8)}
+    for step, loss in expected.items():
+        assert actual[step] == pytest.approx(loss, rel=ELASTIC_BOUND), step
 
 
 def start_apart(run_dir: str, data_dir: str) -> str:

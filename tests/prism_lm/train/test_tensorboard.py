@@ -36,6 +36,33 @@ def test_resumed_run_records_no_step_twice(tmp_path: Path) -> None:
     assert read_board(tmp_path, "train/loss_nats") == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_figure_made_after_a_resume_joins_the_record_of_the_step_resumed_from(tmp_path: Path) -> None:
+    with build_recorder(tmp_path) as recorder:
+        recorder.write(2, 20, {"train/loss_nats": 0.5}, texts={"data/order_hash": "ab"})
+        recorder.write(3, 30, {"train/loss_nats": 0.4}, texts={"data/order_hash": "cd"})
+    for _ in range(2):
+        with build_recorder(tmp_path, resumed_step=3) as recorder:
+            recorder.write(3, 30, {"validation/loss_nats": 0.6}, texts={"data/order_hash": "cd"})
+            recorder.write(4, 40, {"train/loss_nats": 0.3})
+    first, joined, last = read_records(tmp_path)
+    assert (first["step"], last["step"]) == (2, 4)
+    assert joined == {
+        "step": 3,
+        "tokens": 30,
+        "train/loss_nats": 0.4,
+        "data/order_hash": "cd",
+        "validation/loss_nats": 0.6,
+    }
+
+
+def test_figure_made_after_a_resume_has_a_record_of_its_own_where_the_step_had_none(tmp_path: Path) -> None:
+    with build_recorder(tmp_path) as recorder:
+        recorder.write(2, 20, {"train/loss_nats": 0.5})
+    with build_recorder(tmp_path, resumed_step=3) as recorder:
+        recorder.write(3, 30, {"validation/loss_nats": 0.6})
+    assert [record["step"] for record in read_records(tmp_path)] == [2, 3]
+
+
 def test_recorder_leaves_the_records_alone_until_it_is_entered(tmp_path: Path) -> None:
     with build_recorder(tmp_path) as recorder:
         recorder.write(1, 10, {"train/loss_nats": 1.0})
