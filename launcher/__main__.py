@@ -27,6 +27,8 @@ VERBS = {
     "inspect": Verb("rows of prepared data as text; verify every shard", "prism inspect data/plain_text --verify"),
     "order": Verb("the order of samples for any world size", "prism order data/plain_text --world-size 4"),
     "train": Verb("train a model, or resume an existing run folder", "prism train configs/train/tiny.yaml"),
+    "status": Verb("how runs stand, why each start ended, what was saved", "prism status runs/tiny"),
+    "checkpoint": Verb("list, verify, prune or convert a run's checkpoints", "prism checkpoint verify runs/tiny"),
     "bench": Verb("time whole training steps on random tokens", "prism bench configs/train/tiny.yaml --batch 2x256"),
     "evaluate": Verb("bits per byte on held-out text", "prism evaluate runs/tiny --split test"),
     "generate": Verb("text from a trained run", "prism generate runs/tiny --prompt 'It was'"),
@@ -81,7 +83,7 @@ def _fail(message: str, code: int) -> int:
 def _overview() -> str:
     lines = ["prism: pretrain PRISM language models", "", "usage: prism VERB ...   (prism VERB --help says more)", ""]
     for name, verb in VERBS.items():
-        lines += [f"  {name:<10}{verb.summary}", f"  {'':<10}  $ {verb.example}"]
+        lines += [f"  {name:<12}{verb.summary}", f"  {'':<12}  $ {verb.example}"]
     return "\n".join(lines)
 
 

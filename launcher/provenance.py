@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,16 @@ def describe_environment(environment: ProcessEnvironment) -> dict[str, Any]:
         "host": platform.node(),
         "cores": os.cpu_count(),
         "gpus": _list_gpus(),
+        **describe_job(os.environ),
     }
+
+
+def describe_job(environ: Mapping[str, str]) -> dict[str, int]:
+    """SLURM's number of the job and how often it was restarted (0 in its first run); empty outside SLURM."""
+    if "SLURM_JOB_ID" not in environ:
+        return {}
+    restarts = int(environ.get("SLURM_RESTART_COUNT", "0"))
+    return {"slurm_job_id": int(environ["SLURM_JOB_ID"]), "slurm_restart_count": restarts}
 
 
 def read_commit() -> str | None:

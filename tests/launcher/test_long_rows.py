@@ -15,6 +15,7 @@ from launcher import generate
 from launcher.__main__ import EXIT_USAGE, main
 from launcher.curves import read_metrics
 from launcher.environment import detect_environment
+from prism_lm.train.lineage import read_lineage
 from tests.harness import build_rank_environment, run_on
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "train" / "tiny.yaml"
@@ -80,8 +81,8 @@ def test_run_resumed_with_another_degree_goes_on_as_if_it_had_not(whole_run: Pat
         assert actual.keys() == expected.keys()
         for tag in {"train/loss_nats", "validation/loss_nats", "optim/grad_norm"} & actual.keys():
             assert actual[tag] == pytest.approx(expected[tag], rel=2**-15)
-    lineage = [json.loads(line) for line in (resumed_run / "lineage.jsonl").read_text().splitlines()]
-    assert [(line["event"], line["sequence_degree"]) for line in lineage] == [("start", 1), ("resume", 2)]
+    starts = [line for line in read_lineage(resumed_run) if line["event"] != "end"]
+    assert [(line["event"], line["sequence_degree"]) for line in starts] == [("start", 1), ("resume", 2)]
 
 
 def evaluate(run_dir: Path, num_processes: int, *options: str) -> dict[str, float]:

@@ -12,6 +12,7 @@ import torch
 from data_pipeline.synthetic import write_synthetic_dataset
 from launcher.__main__ import EXIT_FAILED, EXIT_USAGE, main
 from launcher.curves import read_metrics
+from prism_lm.train.lineage import read_lineage
 from tests.harness import build_rank_environment, find_free_port, run_on
 
 CONFIG = Path(__file__).parent.parent.parent / "configs" / "train" / "tiny.yaml"
@@ -76,7 +77,8 @@ def test_larger_budget_resumes_the_folder_instead_of_starting_over(run_dir: Path
     after = read_metrics(run_dir)
     assert after[:STEPS] == before
     assert [line["step"] for line in after[STEPS:]] == [STEPS + 1, STEPS + 2]
-    assert len((run_dir / "lineage.jsonl").read_text().splitlines()) == 2
+    events = [(line["event"], line["step"], line.get("former_end")) for line in read_lineage(run_dir)]
+    assert events == [("start", 0, None), ("end", STEPS, None), ("resume", STEPS, "finished"), ("end", STEPS + 2, None)]
 
 
 def test_checkpoint_holds_data_alone_for_everyone_to_read(run_dir: Path) -> None:
