@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-gpu soak lint clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/prism demo
@@ -15,6 +15,10 @@ test: lint
 # On a machine whose own Python holds torch for its GPU: make test-gpu BIN=$$(dirname $$(command -v python3))
 test-gpu: $(if $(filter $(VENV)/bin,$(BIN)),$(VENV)/dev.installed)
 	$(BIN)/python -m pytest -m gpu --override-ini addopts="--import-mode=importlib -q"
+
+# Runs that are killed at 200 moments and resumed; some 20 minutes.
+soak: $(VENV)/dev.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --kills 200 --seed 0
 
 lint: $(VENV)/dev.installed
 	$(BIN)/ruff check .
