@@ -16,7 +16,7 @@ test: lint
 test-gpu: $(if $(filter $(VENV)/bin,$(BIN)),$(VENV)/dev.installed)
 	$(BIN)/python -m pytest -m gpu --override-ini addopts="--import-mode=importlib -q"
 
-# Runs that are killed at 200 moments and resumed; some 20 minutes.
+# Runs that are killed at 200 moments and resumed; some 11 minutes.
 soak: $(VENV)/dev.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak --kills 200 --seed 0
 

@@ -71,6 +71,15 @@ class Manifest:
         """Hash of everything above: two data sets with one fingerprint hold the same rows in the same files."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
+    def describe(self) -> str:
+        """What it holds, in words that differ where fingerprints do."""
+        held = [
+            f"{split} {sum(len(of.shards) for of in sources.values())} shards "
+            f"{sum(of.rows for of in sources.values())} rows"
+            for split, sources in sorted(self.splits.items())
+        ]
+        return ", ".join([self.fingerprint[:12], *held, f"tokenizer {self.tokenizer_sha256[:12]}"])
+
     def sources(self, split: str) -> dict[str, SourceSplit]:
         """Return source -> contents, sorted by name. Raises DataError when the split holds no rows."""
         sources = self.splits.get(split, {})

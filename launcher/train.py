@@ -86,6 +86,6 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
         files={"tokenizer.model": read_tokenizer(config)},
         fingerprints={
             "model": hashlib.sha256(dump_config(config.model).encode()).hexdigest(),
-            "data": manifest.fingerprint,
+            "data": manifest.describe(),
         },
     )

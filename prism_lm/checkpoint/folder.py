@@ -106,8 +106,9 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     """Size and hash of every file, by its name relative to the folder. Raises ValueError for a damaged manifest."""
     path, remedy = folder / MANIFEST_NAME, describe_remedy(folder)
     try:
-        return cast(dict[str, FileEntry], read_json(path, remedy=remedy)["files"])
-    except (KeyError, TypeError) as error:
+        files = cast(dict[str, Any], read_json(path, remedy=remedy)["files"])
+        return {name: {"bytes": int(of["bytes"]), "sha256": str(of["sha256"])} for name, of in files.items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} must list the checkpoint's files; {remedy}") from error
 
 
@@ -117,9 +118,13 @@ def describe_remedy(folder: Path) -> str:
 
 
 def check_sizes(folder: Path) -> None:
-    """Raises ValueError naming the first file that is missing or not as long as the manifest says; hashes are not
-    read."""
-    for name, entry in read_manifest(folder).items():
+    """Raises ValueError naming the first file that is missing, not in the manifest or not as long as it says; hashes
+    are not read."""
+    entries = read_manifest(folder)
+    unlisted = next((name for name in list_files(folder) if name not in entries), None)
+    if unlisted is not None:
+        raise ValueError(f"{folder / MANIFEST_NAME} must list {unlisted}, which is there; {describe_remedy(folder)}")
+    for name, entry in entries.items():
         path = folder / name
         found = f"{path.stat().st_size} bytes" if _exists(path) else "no file"
         if found != f"{entry['bytes']} bytes":
@@ -160,12 +165,19 @@ def choose_removals(steps: Sequence[int], *, keep_last: int, keep_every_steps: i
     ]
 
 
+def check_hashes(folder: Path, names: Iterable[str]) -> None:
+    """Raises ValueError naming the first of the files whose size or hash is not the manifest's."""
+    damaged = find_damaged(folder, names)
+    if damaged is not None:
+        raise ValueError(f"{folder / damaged} must match its hash in {MANIFEST_NAME}; {describe_remedy(folder)}")
+
+
 def find_damaged(folder: Path, names: Iterable[str]) -> str | None:
     """The first of the files whose size or hash is not the manifest's; None when all are whole."""
     entries = read_manifest(folder)
     for name in names:
         path = folder / name
-        if not path.is_file() or describe_file(path) != entries[name]:
+        if not path.is_file() or describe_file(path) != entries.get(name):
             return name
     return None
 

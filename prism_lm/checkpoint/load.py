@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any, cast
 from prism_lm.checkpoint.folder import (
     TRAINER_NAME,
     WEIGHTS_NAME,
+    check_hashes,
     check_sizes,
     describe_remedy,
     list_published,
     rank_file,
     read_json,
+    read_step,
 )
 
 if TYPE_CHECKING:
@@ -26,11 +28,13 @@ _FINGERPRINTED = {
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint with the highest step, or None where the run has none. Raises ValueError where it is damaged."""
+    """The checkpoint with the highest step, or None where the run has none. Raises ValueError where it is damaged, as
+    far as that shows without reading all of it: sizes, and the hash of the file that says what it is."""
     published = list_published(run_dir)
     if not published:
         return None
     check_sizes(published[-1])
+    check_hashes(published[-1], [TRAINER_NAME])
     return published[-1]
 
 
@@ -42,6 +46,11 @@ def read_trainer(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder / TRAINER_NAME} must have format={FORMAT}, not {trainer.get('format')}; resume with the commit "
             "in the run's environment.json, or choose another run_dir"
+        )
+    if trainer["step"] != read_step(folder):
+        raise ValueError(
+            f"{folder} must be named step_{trainer['step']}, since its {TRAINER_NAME} has step={trainer['step']}; "
+            "rename it"
         )
     return trainer
 
@@ -62,8 +71,13 @@ def check_fits(folder: Path, trainer: dict[str, Any], expected: dict[str, Any]) 
         now, then, remedy = f"{key}={value}", f"{key}={saved}", f"set {key}={saved}"
         if key in _FINGERPRINTED:
             name, remedy = _FINGERPRINTED[key]
-            now, then = (f"{name} (fingerprint {str(print_)[:12]})" for print_ in (value, saved))
+            now, then = (f"{name} (fingerprint {_shorten(str(print_))})" for print_ in (value, saved))
         raise ValueError(f"{now} must equal {then} of the checkpoint {folder}; {remedy}, or choose another run_dir")
+
+
+def _shorten(fingerprint: str) -> str:
+    """The first digits of a bare hash; a description in words as it is."""
+    return fingerprint if " " in fingerprint else fingerprint[:12]
 
 
 def load_weights(model: "nn.Module", folder: Path) -> None:

@@ -1,7 +1,8 @@
 """What each rank writes of a checkpoint: held in host memory first, then written without a word to other ranks."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,8 +64,10 @@ class Share:
         from safetensors.torch import save_file
 
         names = [rank_path(partial, self.rank), disk.rank_file(partial, self.rank)]
-        save_file(dict(self.optimizer), names[0])
-        torch.save(dict(self.rank_state), names[1])
+        with naming(names[0]):
+            save_file(dict(self.optimizer), names[0])
+        with naming(names[1]):
+            torch.save(dict(self.rank_state), names[1])
         if self.main is not None:
             names += _write_main(self.main, partial)
         for path in names:
@@ -80,13 +83,29 @@ def _write_main(main: MainShare, partial: Path) -> list[Path]:
         partial / OPTIMIZER_NAME / INDEX_NAME,
         partial / disk.TRAINER_NAME,
     )
-    save_file(dict(main.weights), weights)
-    disk.write_json(index, main.index.describe())
-    disk.write_json(trainer, dict(main.trainer))
+    with naming(weights):
+        save_file(dict(main.weights), weights)
+    with naming(index):
+        disk.write_json(index, main.index.describe())
+    with naming(trainer):
+        disk.write_json(trainer, dict(main.trainer))
     if not main.probe:
         return [weights, index, trainer]
-    save_file(dict(main.probe), partial / PROBE_NAME)
+    with naming(partial / PROBE_NAME):
+        save_file(dict(main.probe), partial / PROBE_NAME)
     return [weights, index, trainer, partial / PROBE_NAME]
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None, None, None]:
+    """An error in the block that does not name the file, as those of safetensors, torch and a full disk do not, is
+    raised as OSError that does."""
+    try:
+        yield
+    except Exception as error:
+        if path.name in str(error):
+            raise
+        raise OSError(f"{path} cannot be written ({error}); free or replace the disk") from error
 
 
 class Writing:

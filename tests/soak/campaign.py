@@ -63,6 +63,7 @@ def run_plan(plan: Plan, folder: Path, references: References) -> None:
     for number, kill in enumerate(plan.kills):
         die(run_dir, plan.setting, kill, folder / f"attempt_{number}")
         resumes.append(check_what_is_left(run_dir, plan.setting))
+    assert plan.point != "after_resume" or min(resumes) > 0, f"a start of {plan} resumed nothing"
     go_on(run_dir, plan.setting, folder / "attempt_last")
     begun = read_start_steps(run_dir)
     # A death in the first seconds of a start can come before its line.

@@ -1,10 +1,8 @@
 """What a soak test does to a run: which run, and at which moments which of its ranks die. Pure, drawn by seed."""
 
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Literal
-
-from prism_lm.checkpoint.manager import CheckpointConfig
 
 Model = Literal["tiny", "language"]
 
@@ -23,11 +21,7 @@ PLACES = {
     "prune": ("marker", "half"),
     "after_resume": ("built", "restored", "cleaning", "first_fetch", "first_forward", "soon"),
 }
-POINTS = tuple(
-    point
-    for point in (*PLACES, "twice_in_a_row")
-    if point != "asynchronous_save" or "asynchronous" in {field.name for field in fields(CheckpointConfig)}
-)
+POINTS = (*PLACES, "twice_in_a_row")
 MAIN_ONLY = {"before_rename", "after_rename", "manifest", "published", "marker", "half", "cleaning"}
 "Places that rank 0 alone comes to."
 
@@ -93,7 +87,7 @@ def _draw_setting(generator: random.Random, point: str) -> Setting:
     num_processes = generator.choices((1, 2, 4), weights=(3, 6, 2))[0]
     model: Model = generator.choices(("tiny", "language"), weights=(4, 1))[0]  # pyright: ignore[reportAssignmentType]
     may_be_cut = model == "language" and num_processes > 1
-    is_asynchronous = generator.random() < 0.4 and "asynchronous_save" in POINTS
+    is_asynchronous = generator.random() < 0.4
     return Setting(
         num_processes=num_processes,
         zero_stage=generator.choices((1, 2, 3), weights=(4, 1, 1))[0],  # pyright: ignore[reportArgumentType]
@@ -107,16 +101,22 @@ def _draw_setting(generator: random.Random, point: str) -> Setting:
 def _draw_kills(generator: random.Random, point: str, setting: Setting) -> tuple[Kill, ...]:
     if point == "after_resume":
         place = generator.choice(PLACES[point])
-        # Only a death in a save leaves something to be cleaned up.
-        former = "synchronous_save" if place == "cleaning" else "forward"
-        former_place = "file" if place == "cleaning" else "last_block"
-        return _draw(generator, former, former_place, setting, early=True), _draw(generator, point, place, setting)
+        return _draw_former(generator, place, setting), _draw(generator, point, place, setting)
     if point == "twice_in_a_row":
         choices = [name for name in POINTS if name in PLACES and name != "after_resume"]
         choices.remove("synchronous_save" if setting.asynchronous else "asynchronous_save")
         drawn = [generator.choice(choices) for _ in range(2)]
         return tuple(_draw(generator, name, generator.choice(PLACES[name]), setting, early=True) for name in drawn)
     return (_draw(generator, point, generator.choice(PLACES[point]), setting),)
+
+
+def _draw_former(generator: random.Random, place: str, setting: Setting) -> Kill:
+    """A death that leaves a checkpoint to resume from and, for `cleaning`, a part of the next one."""
+    if place == "cleaning":
+        return replace(_draw(generator, "synchronous_save", "before_rename", setting), occurrence=2)
+    # The second save may still be on its way to the disk; the first is published once the second begins.
+    forwards = 2 * setting.save_every_steps * ACCUMULATION
+    return replace(_draw(generator, "forward", "last_block", setting), occurrence=forwards + generator.randint(1, 2))
 
 
 def _draw(generator: random.Random, point: str, place: str, setting: Setting, *, early: bool = False) -> Kill:
