@@ -146,22 +146,31 @@ def process_group(ranks: Ranks, *, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> G
 
     from prism_lm.parallel.store import open_store
 
-    added = {"RANK": ranks.rank, "LOCAL_RANK": ranks.local_rank, "WORLD_SIZE": ranks.world_size}
-    added = {name: str(value) for name, value in added.items() if name not in os.environ}
-    os.environ.update(added)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(ranks.local_rank)
-    alone = ranks.world_size == 1
-    store = dist.HashStore() if alone else open_store(ranks, purpose="group")  # pyright: ignore[reportPrivateImportUsage]
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+    with _naming_process(ranks):
+        if torch.cuda.is_available():
+            torch.cuda.set_device(ranks.local_rank)
+        alone = ranks.world_size == 1
+        store = dist.HashStore() if alone else open_store(ranks, purpose="group")  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
+        try:
+            with _new_groups_within(timeout):
+                yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _naming_process(ranks: Ranks) -> Generator[None, None, None]:
+    """Sets what torchrun would of RANK, LOCAL_RANK and WORLD_SIZE, which libraries read, where it is not set."""
+    values = {"RANK": ranks.rank, "LOCAL_RANK": ranks.local_rank, "WORLD_SIZE": ranks.world_size}
+    added = {name: str(value) for name, value in values.items() if name not in os.environ}
+    os.environ.update(added)
     try:
-        with _new_groups_within(timeout):
-            yield
+        yield
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
         for name in added:
             os.environ.pop(name, None)
 

@@ -126,11 +126,15 @@ def test_groups_of_the_same_processes_follow_one_another() -> None:
     assert run_on(3, sum_in_three_groups) == [[3, 3, 3]] * 3
 
 
-def test_several_processes_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_need_an_address_and_a_refusal_leaves_the_environment_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("MASTER_PORT", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    before = dict(os.environ)
     with (
         pytest.raises(ValueError, match=r"MASTER_PORT must be set for world_size=2 processes; start with torchrun"),
         process_group(Ranks(world_size=2)),
     ):
         pass
+    assert dict(os.environ) == before
