@@ -58,7 +58,7 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
     from prism_lm.model.cost import flops_per_token
     from prism_lm.model.lm import build_model
     from prism_lm.model.operators import choose_kernels, select_operators
-    from prism_lm.parallel.apply import apply_to_operators
+    from prism_lm.parallel.apply import apply_to_operators, check_alignment
     from prism_lm.parallel.mesh import choose_device, cut_rows
     from prism_lm.train.config import compute_accumulation_steps
     from prism_lm.train.state import TrainRun
@@ -68,6 +68,9 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
     kernels = choose_kernels(config.parallel.kernels, device_type)
     operators = select_operators(device_type, kernels)
     compute_accumulation_steps(config.train, ranks)
+    if config.parallel.compile and config.train.zero_stage in (1, 2):
+        bytes_each = {"fp32": 4, "bf16": 2}[config.train.precision]
+        check_alignment(build_model(config.model, seed=config.seed, device="meta"), bytes_each=bytes_each)
     manifest = open_manifest(config)
     train_loader = open_loader(config, ranks, split="train")
     validation_loader = open_loader(config, ranks, split="validation") if config.train.eval_every_steps else None

@@ -10,6 +10,8 @@ from prism_lm.parallel.mesh import Ranks, open_sequence_group
 if TYPE_CHECKING:
     from torch import nn
 
+_ALIGNED_BYTES = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -25,7 +27,8 @@ class ParallelConfig:
     activation_checkpointing: bool = False
     "Keep only each block's input and recompute the block in the backward pass: less memory, about a third more work."
     compile: bool = False
-    "Compile each block with torch.compile; the first step takes minutes. Not with train.zero_stage=3."
+    """Compile each block with torch.compile; the first step takes minutes. Not with train.zero_stage=3; with 1 and 2 a
+    weight of one value a head must fill whole 16 bytes, as model.num_heads=8 does in bf16."""
 
     def __post_init__(self) -> None:
         if self.sequence_degree < 1:
@@ -57,6 +60,22 @@ def apply_to_blocks(model: "nn.Module", config: ParallelConfig) -> None:
             block.forward = torch.compile(block.forward)
         if config.activation_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def check_alignment(model: "nn.Module", *, bytes_each: int) -> None:
+    """Raises ValueError for a block's weight that moves those laid behind it off 16 bytes in ZeRO's flat buffers.
+
+    Blocks share one compiled code, which reads weights in pieces of 16 bytes where the first block's lay so, and does
+    not look again. bytes_each is the size of a trained weight's element. The model may be on the meta device.
+    """
+    for block in find_blocks(model):
+        for name, parameter in block.named_parameters():
+            if parameter.numel() * bytes_each % _ALIGNED_BYTES:
+                raise ValueError(
+                    f"parallel.compile=true with train.zero_stage=1 or 2 must have weights of a multiple of "
+                    f"{_ALIGNED_BYTES // bytes_each} elements, not {name} of shape {tuple(parameter.shape)}; use a "
+                    "model.num_heads that is such a multiple, or parallel.compile=false"
+                )
 
 
 def find_blocks(model: "nn.Module") -> "list[nn.Module]":

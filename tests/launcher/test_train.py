@@ -233,16 +233,17 @@ def test_bf16_training_on_a_gpu_lowers_the_loss(zero_stage: int, data: Path, tmp
 
 @pytest.mark.gpu
 @pytest.mark.timeout(500)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     "keys", [["train.zero_stage=3"], ["train.zero_stage=2", "parallel.compile=true"]], ids=["stage_3", "compiled"]
 )
-def test_bf16_training_on_kernels_follows_plain_torch(keys: list[str], data: Path, tmp_path: Path) -> None:
-    """Over ten updates, within 1%: two roundings of 2^-8 of a loss; a gradient that is lost or doubled shows at once in
-    the clipped norm, which is held to 10%."""
+def test_training_on_kernels_follows_plain_torch(keys: list[str], precision: str, data: Path, tmp_path: Path) -> None:
+    """In fp32 over ten updates, within 2^-10. In bf16 at the first update alone, the loss within 2^-9 and the norm
+    within 2^-5: from there on roundings move the plain run as far from itself as from the kernels (LOG.md)."""
+    common = [f"train.precision={precision}", "train.steps=10", "train.eval_every_steps=0", "model.num_heads=8"]
     runs = {}
     for kernels, extra in (("plain", keys[:1]), ("triton", keys)):
-        typed = ["train.precision=bf16", "train.steps=10", "train.eval_every_steps=0", f"parallel.kernels={kernels}"]
-        arguments = build_arguments(tmp_path / kernels, data, *typed, *extra)
+        arguments = build_arguments(tmp_path / kernels, data, *common, f"parallel.kernels={kernels}", *extra)
         done = subprocess.run(
             [sys.executable, "-m", "launcher", *arguments],
             cwd=CONFIG.parent.parent.parent,
@@ -252,6 +253,8 @@ def test_bf16_training_on_kernels_follows_plain_torch(keys: list[str], data: Pat
         assert done.returncode == 0, done.stderr[-3000:]
         assert f"kernels: {kernels}" in done.stdout
         runs[kernels] = read_metrics(tmp_path / kernels)
-    for actual, expected in zip(runs["triton"], runs["plain"], strict=True):
-        assert actual["train/loss_nats"] == pytest.approx(expected["train/loss_nats"], rel=1e-2)
-        assert actual["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=0.1)
+    compared, loss_limit, norm_limit = (10, 2**-10, 2**-10) if precision == "fp32" else (1, 2**-9, 2**-5)
+    assert len(runs["triton"]) == len(runs["plain"]) == 10
+    for actual, expected in zip(runs["triton"][:compared], runs["plain"][:compared], strict=True):
+        assert actual["train/loss_nats"] == pytest.approx(expected["train/loss_nats"], rel=loss_limit)
+        assert actual["optim/grad_norm"] == pytest.approx(expected["optim/grad_norm"], rel=norm_limit)

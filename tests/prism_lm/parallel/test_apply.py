@@ -1,10 +1,12 @@
 """Checkpointed and compiled blocks compute what plain blocks compute."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from prism_lm.parallel.apply import ParallelConfig, apply_to_blocks
+from prism_lm.parallel.apply import ParallelConfig, apply_to_blocks, check_alignment
 from tests.harness import TinyModel, assert_error_within, build_batch
 
 
@@ -51,3 +53,12 @@ def test_checkpointing_runs_a_block_again_in_backward() -> None:
 def test_model_without_blocks_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"Linear has no nn\.ModuleList `blocks`"):
         apply_to_blocks(nn.Linear(2, 2), ParallelConfig(compile=True))
+
+
+@pytest.mark.parametrize(("width", "bytes_each", "is_refused"), [(8, 2, False), (12, 2, True), (12, 4, False)])
+def test_weights_that_end_off_16_bytes_are_refused_for_compiled_blocks(width, bytes_each, is_refused) -> None:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.LayerNorm(width)])
+    refused = pytest.raises(ValueError, match=r"multiple of 8 elements, not weight of shape \(12,\)")
+    with refused if is_refused else nullcontext():
+        check_alignment(model, bytes_each=bytes_each)

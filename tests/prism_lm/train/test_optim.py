@@ -1,5 +1,7 @@
 """Which parameters decay."""
 
+from torch import nn
+
 from prism_lm.model.lm import LanguageModel
 from prism_lm.train.optim import OptimConfig, build_adamw, split_by_decay
 from tests.harness import TinyModel, build_language_config
@@ -37,3 +39,9 @@ def test_every_parameter_is_optimised_once() -> None:
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     optimised = [id(parameter) for group in groups for parameter in group["params"]]
     assert sorted(optimised) == sorted(id(parameter) for parameter in model.parameters())
+
+
+def test_weights_that_end_off_16_bytes_come_last_so_that_the_others_stay_aligned() -> None:
+    model = nn.ModuleDict({"odd": nn.LayerNorm(3), "norm": nn.LayerNorm(8), "matrix": nn.Linear(8, 8)})
+    _, spared = split_by_decay(model)
+    assert [parameter.numel() for parameter in spared] == [8, 8, 8, 3, 3]
