@@ -239,9 +239,12 @@ def note_validation(session: Session) -> None:
 
 
 def record(session: Session, ending: Ending) -> None:
-    """Writes down what this step left to record, if anything, as one record."""
+    """Writes down what this step left to record, if anything, as one record. Rank 0 raises RunFailed instead where
+    another start has taken the folder over by now."""
     state = session.state
     if session.figures or session.histograms:
+        if session.run.ranks.is_main:
+            ending.check_owner()
         texts = {"data/order_hash": state.order_hash}
         session.recorder.write(state.step, state.tokens, session.figures, session.histograms, texts)
     ending.losses |= {tag: value for tag, value in session.figures.items() if tag.endswith("/loss_nats")}

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from prism_lm.checkpoint.ownership import OWNER_NAME
 from prism_lm.model.lm import LanguageModel
 from prism_lm.parallel.apply import ParallelConfig
 from prism_lm.parallel.collectives import RunFailed
@@ -241,6 +242,27 @@ def test_nans_in_a_row_end_the_run_with_step_ranks_and_cause(tmp_path: Path) -> 
         "the loss of rank 1 is not finite in step 4, the last of 2 steps in a row that were not applied"
     )
     assert read_result(tmp_path)["error"] == first
+
+
+def lose_folder(folder: str, at: int) -> str:
+    """As rank 0 takes micro-batch `at`, another start takes the folder over."""
+    path = Path(folder) / OWNER_NAME
+
+    def take_over(step: int, batch: dict[str, Tensor]) -> None:
+        if step == at and read_ranks().is_main:
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"token": "another"}))
+
+    with pytest.raises(RunFailed) as caught:
+        run_training(build_run(Path(folder), build_config(), loader=lambda ranks: build_loader(ranks, spoil=take_over)))
+    return str(caught.value)
+
+
+def test_rank_that_lost_the_folder_records_nothing_more(tmp_path: Path) -> None:
+    said = run_on(1, lose_folder, str(tmp_path), 4)[0]
+    assert said.startswith("another start took this run over")
+    steps = [record["step"] for record in read_records(tmp_path)]
+    assert steps == [1, 2, 3, 4]
+    assert not (tmp_path / "result.json").exists()
 
 
 def train_with_signal(folder: str, at: int | None) -> str:
