@@ -1,4 +1,4 @@
-"""Which rank this process is, from torchrun, from srun, or alone; and the device it uses.
+"""Which rank this process is, from torchrun, from srun, or alone; and what its libraries read of it.
 
 Everything downstream (torch.distributed, DeepSpeed, streaming) reads RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
 MASTER_ADDR and MASTER_PORT, so those are the one form that the three launchers are brought to.
@@ -6,11 +6,12 @@ MASTER_ADDR and MASTER_PORT, so those are the one form that the three launchers 
 
 import os
 import socket
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from launcher import slurm_step
+from launcher.node_limits import count_threads, find_gloo_interface, is_gpu_bound
 from prism_lm.parallel.mesh import Ranks
 
 Launcher = Literal["torchrun", "srun", "single"]
@@ -36,15 +37,43 @@ class ProcessEnvironment:
 def detect_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
     """Read the launcher's variables; raises ValueError where they are incomplete or two whole runs would start."""
     if "RANK" in environ:
-        return ProcessEnvironment(launcher="torchrun", variables=_read_torchrun(environ))
-    if int(environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_STEP_ID" in environ:
-        return ProcessEnvironment(launcher="srun", variables=_read_srun(environ))
-    return ProcessEnvironment(launcher="single", variables=_alone())
+        launcher, variables = "torchrun", _read_torchrun(environ)
+    elif slurm_step.count_tasks(environ) > 1:
+        launcher, variables = "srun", _read_srun(environ)
+    else:
+        launcher, variables = "single", _alone()
+    return ProcessEnvironment(launcher=launcher, variables={**variables, **_derive(environ, variables)})
 
 
 def apply_environment(environment: ProcessEnvironment) -> None:
     """Export the variables, before anything that reads them is imported."""
     os.environ.update(environment.variables)
+
+
+def _derive(environ: Mapping[str, str], ranks: Mapping[str, str]) -> dict[str, str]:
+    """What follows from the ranks and this node; a variable that is set already stays as it is."""
+    derived = {
+        "OMP_NUM_THREADS": count_threads(environ, int(ranks["LOCAL_WORLD_SIZE"])),
+        "GLOO_SOCKET_IFNAME": _find_interface(ranks),
+        "PRISM_NODES": _spell_nodes(environ, ranks),
+    }
+    return {name: value for name, value in derived.items() if value and name not in environ}
+
+
+def _find_interface(ranks: Mapping[str, str]) -> str | None:
+    """Only where ranks are on several nodes does gloo need an address that the others can reach."""
+    one_node = ranks["WORLD_SIZE"] == ranks["LOCAL_WORLD_SIZE"]
+    return None if one_node else find_gloo_interface(ranks["MASTER_ADDR"], int(ranks["MASTER_PORT"]))
+
+
+def _spell_nodes(environ: Mapping[str, str], ranks: Mapping[str, str]) -> str | None:
+    """The nodes of the step with their numbers of ranks, `node7:2,node8:2`, for rank 0 to name those that are missing.
+    None outside SLURM, and where SLURM's tools are not at hand."""
+    if ranks["RANK"] != "0" or ranks["WORLD_SIZE"] == "1":
+        return None
+    ranks_per_task = int(ranks["LOCAL_WORLD_SIZE"]) if "RANK" in environ else 1
+    tasks = slurm_step.list_tasks(environ)
+    return ",".join(f"{node}:{count * ranks_per_task}" for node, count in tasks.items()) or None
 
 
 def _read_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
@@ -59,8 +88,8 @@ def _read_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _check_one_run(environ: Mapping[str, str]) -> None:
     """Several tasks of one srun that each start a torchrun of their own would be whole runs, in one folder."""
-    tasks = environ.get("SLURM_NTASKS", "1") if "SLURM_STEP_ID" in environ else "1"
-    if int(tasks) > 1 and environ["WORLD_SIZE"] == environ["LOCAL_WORLD_SIZE"]:
+    tasks = slurm_step.count_tasks(environ)
+    if tasks > 1 and environ["WORLD_SIZE"] == environ["LOCAL_WORLD_SIZE"]:
         raise ValueError(
             f"SLURM_NTASKS={tasks} must be 1 where torchrun starts all WORLD_SIZE={environ['WORLD_SIZE']} ranks on one "
             "node; use srun --ntasks-per-node=1, and torchrun --nnodes for several nodes"
@@ -68,28 +97,19 @@ def _check_one_run(environ: Mapping[str, str]) -> None:
 
 
 def _read_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """One task a rank. The port is below the ephemeral range and differs per job and per restart."""
-    job, restarts = int(environ["SLURM_JOB_ID"]), int(environ.get("SLURM_RESTART_COUNT", "0"))
-    tasks_here = environ["SLURM_STEP_TASKS_PER_NODE"].split("(")[0].split(",")[0]
+    """One task a rank. LOCAL_RANK, which picks the GPU, is 0 where srun shows each task only the GPU it is bound to."""
+    slurm_step.check_complete(environ)
+    local_world_size = slurm_step.count_tasks_here(environ)
+    is_bound = is_gpu_bound(environ, local_world_size)
     return {
         "RANK": environ["SLURM_PROCID"],
-        "WORLD_SIZE": environ["SLURM_NTASKS"],
-        "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": tasks_here,
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or _find_first_node_address(environ["SLURM_STEP_NODELIST"]),
-        "MASTER_PORT": environ.get("MASTER_PORT") or str(10000 + (7 * job + restarts) % 20000),
+        "WORLD_SIZE": str(slurm_step.count_tasks(environ)),
+        "LOCAL_RANK": "0" if is_bound else environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or slurm_step.find_first_address(environ),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(slurm_step.choose_port(environ)),
+        **({"PRISM_GPU_BOUND": "1"} if is_bound else {}),
     }
-
-
-def _find_first_node_address(nodelist: str) -> str:
-    """NodeAddr rather than the name: names in a node list need not resolve."""
-    first = _scontrol("show", "hostnames", nodelist).splitlines()[0]
-    fields = dict(item.split("=", 1) for item in _scontrol("show", "node", first).split() if "=" in item)
-    return fields.get("NodeAddr", first)
-
-
-def _scontrol(*arguments: str) -> str:
-    return subprocess.run(["scontrol", *arguments], check=True, capture_output=True, text=True, timeout=30).stdout
 
 
 def _alone() -> dict[str, str]:

@@ -123,10 +123,12 @@ def choose_device(ranks: Ranks) -> "torch.device":
 
 
 def check_devices(ranks: Ranks) -> None:
-    """Raises ValueError where a host with GPUs has fewer of them than processes; on every process of that host."""
+    """Raises ValueError where a host with GPUs has fewer of them than processes; on every process of that host. Where
+    each process is shown GPUs of its own (PRISM_GPU_BOUND), one is enough."""
     import torch
 
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.local_rank + 1))
+    is_bound = os.environ.get("PRISM_GPU_BOUND") == "1"
+    num_local = 1 if is_bound else int(os.environ.get("LOCAL_WORLD_SIZE", ranks.local_rank + 1))
     if torch.cuda.is_available() and num_local > torch.cuda.device_count():
         raise ValueError(
             f"LOCAL_WORLD_SIZE={num_local} must be at most the {torch.cuda.device_count()} GPUs that this host shows; "
