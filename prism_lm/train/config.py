@@ -34,6 +34,9 @@ class TrainConfig:
     "Validation rows of one pass over all processes, the same each time, rounded up to whole micro-batches; 0 is all."
     histogram_every_steps: int = 0
     "Steps between histograms of decay, step sizes and state norm; each costs one forward pass; 0 means never."
+    straggler_every_steps: int = 100
+    """Steps between comparisons of all ranks' times; the slowest rank and its node are named in the log where it takes
+    1.1 times the median rank's step or longer; 0 is off."""
     max_skipped_steps: int = 3
     """This many steps in a row that were not applied end the run; a step with a NaN or infinite loss or gradient, or
     with a loss above the threshold of train.spike_window_steps, is never applied."""
@@ -60,7 +63,8 @@ class TrainConfig:
         for name in ("steps", "global_batch_rows", "micro_batch_rows", "log_every_steps", "max_skipped_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 1; use a positive number")
-        for name in ("eval_every_steps", "eval_rows", "histogram_every_steps", "max_grad_norm", "spike_window_steps"):
+        may_be_off = ("eval_every_steps", "eval_rows", "histogram_every_steps", "straggler_every_steps")
+        for name in (*may_be_off, "max_grad_norm", "spike_window_steps"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be at least 0; use 0 to turn it off")
         for name in ("hang_timeout_s", "rank_timeout_s", "stop_grace_s"):

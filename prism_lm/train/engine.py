@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +30,7 @@ from prism_lm.train.optimizer_fragments import (
     list_shapes,
     load_fragments,
 )
+from prism_lm.train.stopwatch import FORWARD, GATHER, Stopwatch
 
 # Elements reduced or gathered in one piece: large enough to fill a link, small beside the weights of a large model.
 _LARGEST_BUCKET = 200_000_000
@@ -57,6 +58,9 @@ class Engine:
         self._ranks = ranks
         self._log = log
         self.device = choose_device(ranks)
+        self.stopwatch = Stopwatch(self.device)
+        if config.zero_stage == 3:
+            _measure_gathers(inner, self.stopwatch)
 
     @property
     def model(self) -> nn.Module:
@@ -161,6 +165,18 @@ class Engine:
         logging.captureWarnings(False)
         with quiet(self._log):
             self._inner.destroy()
+
+
+def _measure_gathers(inner: Any, stopwatch: Stopwatch) -> None:
+    """Times how long a forward pass stands still until the weights that it needs next are gathered."""
+    coordinator = inner.optimizer.parameter_offload.get_param_coordinator()
+    fetch = coordinator.fetch_sub_module
+
+    def fetch_measured(current_submodule: nn.Module, forward: bool) -> None:
+        with stopwatch.measuring(GATHER, within=FORWARD) if forward else nullcontext():
+            fetch(current_submodule, forward)
+
+    coordinator.fetch_sub_module = fetch_measured
 
 
 def end_process_group() -> None:

@@ -28,6 +28,8 @@ from prism_lm.train.validation import evaluate
 from prism_lm.train.waiting import STOPPED, call_interruptibly
 from prism_lm.train.watchdog import Limits
 
+STRAGGLER = "speed/straggler"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
@@ -100,6 +102,7 @@ def train_until_done(session: Session, ending: Ending) -> Status:
         if result is None:
             break
         note_progress(session, result)
+        note_stragglers(session)
         note_histograms(session, fetched.batches[0])
         note_validation(session)
         record(session, ending)
@@ -118,16 +121,16 @@ def fetch(session: Session) -> Fetched | None:
     session.position = session.loader.state_dict()
     batches, error = _take_batches(session)
     hashes = [batch["row_hash_B"] for batch in batches if session.run.ranks.sequence_rank == 0]
-    valid_tokens, tokens, batch_hash, stops, errors, written, failed = sum_integers(
-        [
-            count_valid_tokens(batches),
-            sum(batch["input_ids_BT"].numel() for batch in batches),
-            order_hash.hash_batch(hashes),
-            int(session.stop.requested),
-            int(error is not None),
-            *session.manager.describe_progress(),
-        ]
-    )
+    mine = [
+        count_valid_tokens(batches),
+        sum(batch["input_ids_BT"].numel() for batch in batches),
+        order_hash.hash_batch(hashes),
+        int(session.stop.requested),
+        int(error is not None),
+        *session.manager.describe_progress(),
+    ]
+    with session.stragglers.agreeing():
+        valid_tokens, tokens, batch_hash, stops, errors, written, failed = sum_integers(mine)
     session.manager.note_agreed(written, failed)
     if errors:
         raise_together(error)
@@ -218,6 +221,17 @@ def note_progress(session: Session, result: StepResult) -> None:
     }
 
 
+def note_stragglers(session: Session) -> None:
+    """Takes down this rank's times of the step; when due, compares those of all ranks and names a slow one."""
+    report = session.stragglers.end_step(session.state.step)
+    if report is None:
+        return
+    session.figures |= report.figures
+    session.texts["speed/slowest_name"] = report.name
+    if report.text:
+        session.texts[STRAGGLER] = report.text
+
+
 def note_histograms(session: Session, batch: TrainBatch) -> None:
     """When due, runs one more forward pass, without gradients, and keeps what the mixers did in it."""
     if not is_due(session.run.train.histogram_every_steps, session.state.step):
@@ -245,10 +259,12 @@ def record(session: Session, ending: Ending) -> None:
     if session.figures or session.histograms:
         if session.run.ranks.is_main:
             ending.check_owner()
-        texts = {"data/order_hash": state.order_hash}
+        texts = {"data/order_hash": state.order_hash, **session.texts}
         session.recorder.write(state.step, state.tokens, session.figures, session.histograms, texts)
+        if STRAGGLER in texts:
+            session.recorder.remark(state.step, STRAGGLER, texts[STRAGGLER])
     ending.losses |= {tag: value for tag, value in session.figures.items() if tag.endswith("/loss_nats")}
-    session.figures, session.histograms = {}, {}
+    session.figures, session.histograms, session.texts = {}, {}, {}
 
 
 def end_if_stuck(session: Session, result: StepResult) -> None:

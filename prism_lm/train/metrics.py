@@ -47,38 +47,41 @@ class Meter:
         self._flops_per_token = flops_per_token
         self._peak_flops = peak_flops
         self._clock = clock
+        self.waited_s = 0.0
+        "Spent in `waiting` blocks in all, over all intervals."
+        self.paused_s = 0.0
+        "The same, in `paused` blocks."
         self.start(step=0, tokens=0)
 
     def start(self, *, step: int, tokens: int) -> None:
         """Begins an interval at this place of the run."""
         self._step, self._tokens = step, tokens
         self._started_s = self._clock()
-        self._waited_s = 0.0
-        self._paused_s = 0.0
+        self._waited_before_s, self._paused_before_s = self.waited_s, self.paused_s
 
     @contextmanager
     def waiting(self) -> Generator[None, None, None]:
         """The block waits for data."""
         began_s = self._clock()
         yield
-        self._waited_s += self._clock() - began_s
+        self.waited_s += self._clock() - began_s
 
     @contextmanager
     def paused(self) -> Generator[None, None, None]:
         """The block is not training: validation, saving."""
         began_s = self._clock()
         yield
-        self._paused_s += self._clock() - began_s
+        self.paused_s += self._clock() - began_s
 
     def read(self, *, step: int, tokens: int) -> dict[str, float]:
         """Figures of the interval that ends here; a new one begins."""
-        elapsed_s = max(1e-9, self._clock() - self._started_s - self._paused_s)
+        elapsed_s = max(1e-9, self._clock() - self._started_s - (self.paused_s - self._paused_before_s))
         steps = max(1, step - self._step)
         rate = (tokens - self._tokens) / elapsed_s
         figures = {
             "speed/tokens_per_s": rate,
             "speed/step_ms": 1e3 * elapsed_s / steps,
-            "speed/data_wait_pct": 100.0 * self._waited_s / elapsed_s,
+            "speed/data_wait_pct": 100.0 * (self.waited_s - self._waited_before_s) / elapsed_s,
             "speed/eta_s": (self._total_steps - step) * elapsed_s / steps,
         }
         if self._flops_per_token is not None and self._peak_flops is not None:

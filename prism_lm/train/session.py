@@ -28,6 +28,7 @@ from prism_lm.train.state import (
 )
 from prism_lm.train.step import TrainBatch
 from prism_lm.train.stop_signal import StopSignal
+from prism_lm.train.straggler import StragglerWatch
 from prism_lm.train.tensorboard import Recorder
 
 ENGINE_LOG_NAME = "deepspeed.log"
@@ -45,6 +46,7 @@ class Session:
     micro_batches: Iterator[TrainBatch]
     manager: CheckpointManager
     meter: Meter
+    stragglers: StragglerWatch
     recorder: Recorder
     stop: StopSignal
     guard: Guard
@@ -58,6 +60,8 @@ class Session:
     "What the current step has to record."
     histograms: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     "The same, of histograms."
+    texts: dict[str, str] = field(default_factory=dict[str, str])
+    "The same, of texts."
 
     @property
     def accumulation_steps(self) -> int:
@@ -111,6 +115,8 @@ def open_session(run: TrainRun, start: Start, stop: StopSignal, guard: Guard, st
     stack.callback(engine.close)
     if start.folder is not None:
         _restore(run, start.folder, engine, loader)
+    meter = _build_meter(run, engine)
+    every_steps = run.train.straggler_every_steps
     return Session(
         run=run,
         state=start.state,
@@ -119,7 +125,8 @@ def open_session(run: TrainRun, start: Start, stop: StopSignal, guard: Guard, st
         validation_loader=validation_loader,
         micro_batches=call_together(lambda: iter(loader)),
         manager=manager,
-        meter=_build_meter(run, engine),
+        meter=meter,
+        stragglers=StragglerWatch(run.ranks, engine.stopwatch, meter, every_steps=every_steps),
         recorder=_build_recorder(run, start),
         stop=stop,
         guard=guard,

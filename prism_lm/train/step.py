@@ -10,6 +10,7 @@ import torch
 from prism_lm.model.lm import IGNORED_LABEL
 from prism_lm.parallel.collectives import gather_objects, sum_tensor
 from prism_lm.train.engine import Engine
+from prism_lm.train.stopwatch import FORWARD, LOSS_SUM
 
 
 class TrainBatch(TypedDict):
@@ -73,11 +74,13 @@ def train_step(
         if index > 0 and should_stop():
             return None
         is_last = index == len(batches) - 1
-        loss_sum = engine.compute_loss(move_to_device(batch, engine.device), is_last=is_last)
+        with engine.stopwatch.measuring(FORWARD):
+            loss_sum = engine.compute_loss(move_to_device(batch, engine.device), is_last=is_last)
         local_sum = local_sum + loss_sum.detach()
         factor: torch.Tensor | float = 1.0
         if is_last:
-            loss_nats = sum_tensor(local_sum) / max(1, valid_tokens)
+            with engine.stopwatch.measuring(LOSS_SUM):
+                loss_nats = sum_tensor(local_sum) / max(1, valid_tokens)
             factor = _spoil_unless_within(loss_nats, max_loss_nats)
         engine.backward(loss_sum * scale * factor)
     outcome = engine.step(learning_rate)

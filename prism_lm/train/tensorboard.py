@@ -76,6 +76,12 @@ class Recorder:
         if self._enabled:
             print(text, flush=True)
 
+    def remark(self, step: int, tag: str, text: str) -> None:
+        """Prints a line at rank 0 and shows it on TensorBoard."""
+        self.say(text)
+        if self._enabled:
+            self._board.add_text(tag, text, step)
+
 
 def drop_after(path: Path, last_step: int) -> None:
     """Keeps the lines of steps up to last_step; a line cut short by a kill is dropped as well."""
@@ -116,6 +122,7 @@ def format_line(step: int, total_steps: int, figures: Mapping[str, float]) -> st
         "speed/tokens_per_s": "{:,.0f} tokens/s",
         "speed/mfu_pct": "MFU {:.1f}%",
         "speed/data_wait_pct": "data wait {:.1f}%",
+        "speed/slowest_over_median": "slowest rank {:.2f}x",
         "memory/peak_gib": "{:.1f} GiB",
     }
     width = len(str(total_steps))
