@@ -26,7 +26,11 @@ VERBS = {
     "prepare": Verb("text to tokens to shards", "prism prepare configs/data/plain_text.yaml"),
     "inspect": Verb("rows of prepared data as text; verify every shard", "prism inspect data/plain_text --verify"),
     "order": Verb("the order of samples for any world size", "prism order data/plain_text --world-size 4"),
+    "preflight": Verb("look at every node before a run does", "prism preflight configs/train/tiny.yaml"),
     "train": Verb("train a model, or resume an existing run folder", "prism train configs/train/tiny.yaml"),
+    "submit": Verb(
+        "check a run and hand it to SLURM", "prism submit configs/train/tiny.yaml --ranks-per-node 2 --dry-run"
+    ),
     "status": Verb("how runs stand, why each start ended, what was saved", "prism status runs/tiny"),
     "checkpoint": Verb("list, verify, prune or convert a run's checkpoints", "prism checkpoint verify runs/tiny"),
     "bench": Verb("time whole training steps on random tokens", "prism bench configs/train/tiny.yaml --batch 2x256"),
@@ -57,7 +61,8 @@ def _run(verb: str, arguments: list[str]) -> int:
     except (ValueError, RuntimeError) as error:
         if not _is_our_message(error):
             raise
-        return _fail(str(error), EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED)
+        code = EXIT_USAGE if isinstance(error, ValueError) else EXIT_FAILED
+        return _fail(str(error), code, is_said_here=getattr(error, "is_said_here", False))
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_FAILED)
     except BrokenPipeError:  # the reader, such as `head`, has had enough; keep Python from saying so again at exit
@@ -73,9 +78,9 @@ def _is_our_message(error: Exception) -> bool:
     return where.split(".")[0] in OUR_PACKAGES
 
 
-def _fail(message: str, code: int) -> int:
-    """Every rank finds the same error in what was typed; rank 0 alone says it."""
-    if os.environ.get("RANK", "0") == "0":
+def _fail(message: str, code: int, *, is_said_here: bool = False) -> int:
+    """Every rank finds the same error in what was typed; rank 0 alone says it. Some errors are one rank's own."""
+    if is_said_here or os.environ.get("RANK", "0") == "0":
         print(f"error: {message}", file=sys.stderr)
     return code
 

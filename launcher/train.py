@@ -20,12 +20,13 @@ EXIT_PREEMPTED = 75
 
 
 def main(arguments: list[str]) -> int:
-    """Train; 0 when the budget is spent, 75 when a stop signal ended it with a checkpoint."""
+    """Train; 0 when the budget is spent, 75 (PRISM_PREEMPTED_EXIT) when a stop signal ended it with a checkpoint."""
     parsed = build_parser().parse_args(arguments)
     config = load_config(RunConfig, parsed.config, parsed.overrides)
     environment = detect_environment(os.environ)
     apply_environment(environment)
-    return 0 if train(config, environment) == "finished" else EXIT_PREEMPTED
+    preempted = int(os.environ.get("PRISM_PREEMPTED_EXIT") or EXIT_PREEMPTED)
+    return 0 if train(config, environment) == "finished" else preempted
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -90,6 +90,7 @@ def test_apt_runs_in_the_given_folder_with_an_absolute_state(tmp_path: Path, mon
         raise subprocess.TimeoutExpired(command, 1)
 
     monkeypatch.setattr(demo_text, "_run", record)
+    monkeypatch.setattr(demo_text, "_read_python_documentation", lambda: iter(["word " * 200]))
     monkeypatch.chdir(tmp_path)
     fetch_demo_text(Path("demo/text"))
     assert [word for word in commands[0] if word.startswith("-oDir::State::Lists=/")]
