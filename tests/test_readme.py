@@ -23,7 +23,7 @@ SHORTER = {
 
 
 def read_commands() -> list[list[str]]:
-    """Lines of the bash blocks that call our command, directly or under torchrun."""
+    """Lines of the bash blocks that call our command, directly or under torchrun; those of sh blocks need a cluster."""
     blocks = re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     return [shlex.split(line, comments=True) for line in lines if re.match(r"(prism|torchrun) ", line)]
@@ -72,9 +72,9 @@ def test_every_size_of_the_readme_is_what_the_cost_model_says() -> None:
 
 def test_every_path_the_readme_names_exists() -> None:
     code = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
-    named = re.findall(r"`((?:kernels|prism_lm|data_pipeline|launcher|configs|tests)/[\w./-]*|\w+\.md)`", code)
+    named = re.findall(r"`((?:kernels|prism_lm|data_pipeline|launcher|slurm|configs|tests)/[\w./-]*|\w+\.md)`", code)
     tree = re.findall(r"^(\w+/) ", README, flags=re.MULTILINE)
-    assert len(named) >= 5 and len(tree) == 6
+    assert len(named) >= 5 and len(tree) == 7
     assert [path for path in named + tree if not (ROOT / path).exists()] == []
 
 
