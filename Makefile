@@ -9,8 +9,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 demo: $(VENV)/demo.installed
 	$(BIN)/prism demo
 
+# In three parts, all of which must pass: tests that need no machine of their own, three at a time, since many wait; those
+# that measure seconds, with one neighbour; and those of a SLURM cluster that fills this machine, alone.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SHARED := --ignore tests/slurm --dist loadscope --no-loadscope-reorder
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	@failed=0; \
+	$(PYTEST) $(SHARED) -n 3 -m "not gpu and not alone" || failed=1; \
+	$(PYTEST) $(SHARED) -n 2 -m "alone and not gpu" || failed=1; \
+	$(PYTEST) tests/slurm || failed=1; \
+	exit $$failed
 
 # On a machine whose own Python holds torch for its GPU: make test-gpu BIN=$$(dirname $$(command -v python3))
 test-gpu: $(if $(filter $(VENV)/bin,$(BIN)),$(VENV)/dev.installed)

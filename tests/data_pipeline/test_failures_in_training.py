@@ -16,7 +16,7 @@ from data_pipeline.synthetic import write_synthetic_dataset
 from launcher.__main__ import EXIT_FAILED
 from tests.data_pipeline.disks import REFUSALS, fill, full_disk, make_read_only
 from tests.data_pipeline.test_preflight import flip, truncate
-from tests.harness import build_rank_environment, find_free_port
+from tests.harness import ForkedCommand, build_rank_environment, find_free_port
 
 LIMIT_S = 60.0
 ROOT = Path(__file__).parents[2]
@@ -41,7 +41,7 @@ class Run:
     """Processes of `prism train`, whose stderr goes to files, and its folder."""
 
     folder: Path
-    processes: list[subprocess.Popen[bytes]]
+    processes: list[subprocess.Popen[bytes] | ForkedCommand]
     errors: list[Path]
 
     def wait_for_first_step(self) -> None:
@@ -66,6 +66,14 @@ class Run:
 Start = Callable[..., Run]
 
 
+def start_torchrun(words: list[str], errors: Path) -> "subprocess.Popen[bytes]":
+    """Torchrun itself, with interpreters of its own."""
+    command = [sys.executable, *TORCHRUN, "-m", "launcher", *words]
+    with errors.open("wb") as stderr:
+        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.DEVNULL, stderr=stderr)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Generator[Start]:
     """Start a run of small steps: `ranks` processes as torchrun starts them, or torchrun itself."""
@@ -73,20 +81,18 @@ def start(tmp_path: Path) -> Generator[Start]:
 
     def start_run(data: Path, *keys: str, ranks: int, torchrun: bool = False) -> Run:
         folder = tmp_path / "run"
-        command = [sys.executable, *(TORCHRUN if torchrun else []), "-m", "launcher", "train"]
-        command += [str(ROOT / "configs/train/tiny.yaml"), f"run_dir={folder}", f"data.path={data}"]
-        command += [f"model.{key}" for key in ["vocab_size=320", *SIZES]] + [f"data.{key}" for key in READING]
-        command += [f"train.{key}" for key in ["steps=100000", *TRAINING]] + list(keys)
+        words = ["train", str(ROOT / "configs/train/tiny.yaml"), f"run_dir={folder}", f"data.path={data}"]
+        words += [f"model.{key}" for key in ["vocab_size=320", *SIZES]] + [f"data.{key}" for key in READING]
+        words += [f"train.{key}" for key in ["steps=100000", *TRAINING]] + list(keys)
         errors = [tmp_path / f"stderr_{rank}.txt" for rank in range(1 if torchrun else ranks)]
-        port = find_free_port()
         run = Run(folder=folder, processes=[], errors=errors)
         runs.append(run)
+        if torchrun:
+            run.processes.append(start_torchrun(words, errors[0]))
+            return run
+        port = find_free_port()
         for rank, file in enumerate(errors):
-            variables = {"OMP_NUM_THREADS": "1"} if torchrun else build_rank_environment(rank, ranks, port)
-            with file.open("wb") as stderr:
-                run.processes.append(subprocess.Popen(
-                    command, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.DEVNULL, stderr=stderr
-                ))  # fmt: skip
+            run.processes.append(ForkedCommand(words, build_rank_environment(rank, ranks, port), file))
         return run
 
     yield start_run

@@ -259,8 +259,9 @@ _DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.ex
 
 
 def clean_environ() -> Mapping[str, str]:
-    """This process's variables without those of a job or launcher that it may run under."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "PRISM_"))}
+    """This process's variables without those of a job, a launcher or a test command that it may run under."""
+    foreign = ("SLURM", "SBATCH", "PRISM_", "OMP_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
 
 
 def _wait_until(is_true: Callable[[], bool], wait_s: float, what: str, *, interval_s: float = 0.1) -> None:

@@ -102,9 +102,13 @@ def test_job_that_loses_the_node_of_another_rank_is_requeued_and_ends_the_curve_
     assert list_curve(jobs.find_run("half")) == list_curve(jobs.find_run("torchrun"))
 
 
-def test_time_limit_met_twice_makes_three_starts_of_one_curve(jobs: Jobs, limited_job: str, reference: Path) -> None:
+def test_time_limit_met_twice_or_more_makes_one_start_more_of_one_curve(
+    jobs: Jobs, limited_job: str, reference: Path
+) -> None:
+    """Two limits on an idle machine; a busy one makes fewer steps in a minute."""
     fields = jobs.finish(limited_job, "limited")
-    assert (fields["JobState"], fields["Restarts"], fields["TimeLimit"]) == ("COMPLETED", "2", "00:01:00")
-    assert list_endings(jobs.find_run("limited")) == ["preempted", "preempted", "finished"]
-    assert count_starts(jobs.find_run("limited")) == 3
+    restarts = int(fields["Restarts"])
+    assert (fields["JobState"], fields["TimeLimit"], restarts >= 2) == ("COMPLETED", "00:01:00", True)
+    assert list_endings(jobs.find_run("limited")) == ["preempted"] * restarts + ["finished"]
+    assert count_starts(jobs.find_run("limited")) == restarts + 1
     assert list_curve(jobs.find_run("limited")) == list_curve(reference)

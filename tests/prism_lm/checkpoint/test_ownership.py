@@ -15,6 +15,8 @@ from prism_lm.checkpoint.ownership import OWNER_NAME, Owner, claim, read_owner
 from prism_lm.parallel.collectives import RunFailed
 from prism_lm.parallel.process_identity import identify_process
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.fixture(autouse=True)
 def outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:

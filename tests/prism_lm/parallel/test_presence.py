@@ -15,6 +15,8 @@ from prism_lm.parallel.presence import AwakeClock, Presence, Verdict
 from prism_lm.parallel.store import open_store
 from tests.harness import Group, read_ranks, run_on
 
+pytestmark = pytest.mark.alone
+
 QUICK = {"rank_timeout_s": 1.5, "dead_s": 0.5}
 
 

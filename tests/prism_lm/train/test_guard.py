@@ -18,6 +18,8 @@ from prism_lm.train.stop_signal import StopSignal
 from tests.harness import Group, read_ranks, run_on
 from tests.prism_lm.train.guarded import MARKS, mark, read_error, run_guarded, wait_for_exits, wait_for_files
 
+pytestmark = pytest.mark.alone
+
 
 def reduce_for_ever(guard: Guard, stop: StopSignal) -> None:
     """Large all-reduces without an end; each rank marks its file once it is among them."""

@@ -21,8 +21,8 @@ def train(folder: str, kernels: str) -> None:
     """Two updates at stage 3, checkpointed, so that weights are gathered a second time in the backward."""
     config = TrainConfig(
         steps=2,
-        global_batch_rows=4,
-        micro_batch_rows=2,
+        global_batch_rows=2,
+        micro_batch_rows=1,
         zero_stage=3,
         log_every_steps=1,
         schedule=ScheduleConfig(warmup_steps=1),

@@ -10,6 +10,8 @@ import pytest
 from prism_lm.train import stop_signal
 from prism_lm.train.stop_signal import STOP_SIGNALS, StopSignal
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_signal_sets_the_flag_and_the_former_handler_returns(number: signal.Signals) -> None:

@@ -21,6 +21,8 @@ from prism_lm.train.stop_signal import StopSignal
 from prism_lm.train.waiting import STOPPED, call_interruptibly, iterate_interruptibly
 from tests.harness import ListLoader, TinyModel, build_run, read_ranks, read_records, run_on
 
+pytestmark = pytest.mark.alone
+
 LONG_S, SOON_S = 60.0, 5.0
 GLOBAL_ROWS, MICRO_ROWS, STEPS, EVAL_EVERY = 8, 2, 6, 2
 

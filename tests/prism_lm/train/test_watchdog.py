@@ -22,6 +22,8 @@ from prism_lm.train.watchdog import (
 from tests.harness import Group, read_ranks, run_on
 from tests.prism_lm.train.guarded import MARKS, mark, read_error, run_guarded, wait_for_exits, wait_for_files
 
+pytestmark = pytest.mark.alone
+
 
 def sleep_at_rank_1(guard: Guard, stop: StopSignal) -> None:
     guard.watchdog.beat("step 1")
