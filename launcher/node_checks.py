@@ -14,12 +14,12 @@ from launcher.config import RunConfig
 from launcher.node_limits import ask_nvidia_smi, count_expected_gpus, list_visible_gpus
 from launcher.provenance import ROOT, find_version, read_commit
 from launcher.run_data import cache_folder
+from launcher.run_folder import find_existing
+from prism_lm.model.cost import checkpoint_bytes
 from prism_lm.parallel.mesh import Ranks, choose_device
 from prism_lm.parallel.rendezvous import name_node
 
 GIB = 2**30
-# Weights, fp32 master and two moments: what one checkpoint takes at most, bytes a parameter.
-_CHECKPOINT_BYTES = 16
 _SIDE = 1024
 _FREE_SHARE = 0.8
 # NVIDIA's numbers for broken hardware; the others are mostly a program's own fault.
@@ -70,9 +70,7 @@ def examine(config: RunConfig, ranks: Ranks, *, min_free_gib: float, enter: Call
 
 def list_folders(config: RunConfig, min_free_gib: float) -> dict[str, tuple[Path, float]]:
     """The folders that a run writes to, each with the GiB that it must have free: run_dir a checkpoint's more."""
-    from prism_lm.model.cost import count_parameters
-
-    checkpoint_gib = count_parameters(config.model) * _CHECKPOINT_BYTES / GIB
+    checkpoint_gib = checkpoint_bytes(config.model, precision=config.train.precision) / GIB
     return {
         "run_dir": (Path(config.run_dir), min_free_gib + checkpoint_gib),
         "data.cache_dir": (cache_folder(config), min_free_gib),
@@ -82,7 +80,7 @@ def list_folders(config: RunConfig, min_free_gib: float) -> dict[str, tuple[Path
 
 def look_at_folder(name: str, folder: Path, needed_gib: float, problems: list[str]) -> float:
     """GiB free; a folder that is not there yet is looked at where it would be made. Writes and removes a small file."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    existing = find_existing(folder)
     free_gib = shutil.disk_usage(existing).free / GIB
     if free_gib < needed_gib:
         rule = f"must have {needed_gib:.1f} GiB free but has {free_gib:.1f}"

@@ -11,11 +11,9 @@ from pathlib import Path
 from launcher.config import RunConfig
 from launcher.environment import ProcessEnvironment
 from launcher.job_request import Request
-from launcher.run_folder import spell_bytes
+from launcher.run_folder import find_existing, spell_bytes
 from prism_lm.checkpoint.folder import list_published
-
-# fp32 masters and AdamW's two moments, and the weights in the dtype the model runs in.
-_OPTIMIZER_BYTES, _WEIGHT_BYTES = 12, {"fp32": 4, "bf16": 2}
+from prism_lm.model.cost import checkpoint_bytes
 
 
 def check_run(config: RunConfig, request: Request) -> str | None:
@@ -64,11 +62,6 @@ def _temporary_cache(config: RunConfig) -> Generator[RunConfig, None, None]:
         yield replace(config, data=data, parallel=replace(config.parallel, kernels="plain"))
 
 
-def find_existing(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that exists."""
-    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-
-
 def check_folder_can_be_made(run_dir: Path) -> None:
     """Raises ValueError where the run's folder, and the folder of its logs, cannot be written."""
     for folder in (run_dir, run_dir / "slurm"):
@@ -78,17 +71,11 @@ def check_folder_can_be_made(run_dir: Path) -> None:
             raise ValueError(f"run_dir={run_dir} must be writable, and so {found} must be {kind}; use another run_dir")
 
 
-def count_checkpoint_bytes(config: RunConfig) -> int:
-    """Of one whole checkpoint, but for its small files."""
-    from prism_lm.model.cost import count_parameters
-
-    return count_parameters(config.model) * (_OPTIMIZER_BYTES + _WEIGHT_BYTES[config.train.precision])
-
-
 def check_room(config: RunConfig) -> str | None:
     """Raises ValueError where the disk has no room for the checkpoints that the run holds at one time, the one being
     written included. Returns a warning where those kept for good will not fit."""
-    run_dir, keep, each = Path(config.run_dir), config.train.checkpoint, count_checkpoint_bytes(config)
+    run_dir, keep = Path(config.run_dir), config.train.checkpoint
+    each = checkpoint_bytes(config.model, precision=config.train.precision)
     saves = 1 + (config.train.steps - 1) // keep.save_every_steps if keep.save_every_steps else 1
     held = len(list_published(run_dir))
     missing = max(1, min(saves, keep.keep_last + 1) - held)

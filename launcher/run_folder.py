@@ -42,6 +42,11 @@ class SavedCheckpoint:
         return read_step(self.folder)
 
 
+def find_existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
 def check_folder(run_dir: Path) -> None:
     """Raises ValueError where RUN is no folder."""
     if not run_dir.is_dir():

@@ -18,12 +18,13 @@ from launcher.job_request import Request, choose_request
 from launcher.partition_check import check_partition
 from launcher.planned_run import PlannedRun, read_plan
 from launcher.provenance import ROOT, read_commit
-from launcher.run_checks import check_room, check_run, count_checkpoint_bytes
+from launcher.run_checks import check_room, check_run
 from launcher.run_folder import spell_bytes
 from launcher.slurm_commands import SlurmAbsent
 from launcher.slurm_jobs import JOB_PREFIX
 from launcher.slurm_partitions import NodeGroup, list_partitions, spell_time
 from launcher.submission import Submission, hold_folders, list_changes, refuse_active
+from prism_lm.model.cost import checkpoint_bytes
 
 EXAMPLE = """\
 examples:
@@ -206,7 +207,8 @@ def _choose_grace(plan: Sequence[PlannedRun], request: Request) -> int:
 
 
 def _describe(plan: Sequence[PlannedRun], request: Request, script: BatchScript) -> list[str]:
-    each = count_checkpoint_bytes(plan[0].config)
+    config = plan[0].config
+    each = checkpoint_bytes(config.model, precision=config.train.precision)
     kind = "GPUs" if request.gpus_per_node else "ranks on CPUs"
     facts = {
         "checked": f"{len(plan)} runs" if script.is_array else str(plan[0].run_dir),

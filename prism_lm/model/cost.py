@@ -12,6 +12,7 @@ from prism_lm.model.config import Mixer, ModelConfig, projection_widths
 Precision = Literal["fp32", "bf16"]
 STATE_ELEMENT_BYTES = 4
 GRADIENT_BYTES = 4
+_WEIGHT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2}
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -46,11 +47,16 @@ def optimizer_bytes(config: ModelConfig, *, precision: Precision = "bf16") -> in
     return bytes_each * count_parameters(config)
 
 
+def checkpoint_bytes(config: ModelConfig, *, precision: Precision = "bf16") -> int:
+    """Bytes of one checkpoint but for its small files: weights as the model runs in them, fp32 masters, two moments."""
+    return (_WEIGHT_BYTES[precision] + 12) * count_parameters(config)
+
+
 def training_bytes(config: ModelConfig, *, precision: Precision = "bf16") -> int:
     """Bytes over all ranks of weights, gradients and optimizer, without activations. Gradients are summed and kept in
     fp32 whatever the precision of the weights."""
-    weight_bytes = {"fp32": 4, "bf16": 2}[precision]
-    return (weight_bytes + GRADIENT_BYTES) * count_parameters(config) + optimizer_bytes(config, precision=precision)
+    weights = (_WEIGHT_BYTES[precision] + GRADIENT_BYTES) * count_parameters(config)
+    return weights + optimizer_bytes(config, precision=precision)
 
 
 def scan_flops_per_token(config: ModelConfig, mixer: Mixer, row_tokens: int) -> int:

@@ -17,6 +17,7 @@ from launcher.__main__ import EXIT_FAILED, EXIT_USAGE, main
 from launcher.config import RunConfig, dump_config, load_config
 from launcher.job_record import read_record
 from launcher.provenance import ROOT
+from prism_lm.model.cost import checkpoint_bytes
 from tests.harness import run_on
 from tests.launcher.fake_slurm import FakeSlurm, put_on_path
 from tests.launcher.run_folders import write_owner
@@ -188,7 +189,7 @@ def test_disk_without_room_for_checkpoints_is_refused_and_room_for_those_kept_fo
 ) -> None:
     def fill(num_checkpoints: float) -> None:
         config = load_config(RunConfig, CONFIG, keys)
-        free = int(num_checkpoints * run_checks.count_checkpoint_bytes(config))
+        free = int(num_checkpoints * checkpoint_bytes(config.model, precision=config.train.precision))
         fake_shutil = SimpleNamespace(disk_usage=lambda path: SimpleNamespace(free=free))
         monkeypatch.setattr(run_checks, "shutil", fake_shutil)
 

@@ -8,10 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from data_pipeline.synthetic import write_synthetic_dataset
 from launcher.__main__ import EXIT_FAILED, EXIT_USAGE, main
+from launcher.config import RunConfig, load_config
 from launcher.curves import read_metrics
+from prism_lm.model.cost import checkpoint_bytes
 from prism_lm.train.lineage import read_lineage
 from tests.harness import build_rank_environment, find_free_port, run_on
 
@@ -68,6 +71,14 @@ def test_metrics_hold_every_step_once_with_validation_where_it_is_due(run_dir: P
     lines = read_metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert [line["step"] for line in lines if "validation/loss_nats" in line] == [2, 4]
+
+
+def test_checkpoint_takes_the_bytes_that_free_space_is_checked_for(run_dir: Path, data: Path) -> None:
+    config = load_config(RunConfig, str(CONFIG), build_arguments(run_dir, data)[2:])
+    folder = run_dir / "checkpoints" / f"step_{STEPS}"
+    tensors = [load_file(file) for file in (folder / "model.safetensors", folder / "optimizer/rank_0.safetensors")]
+    held = sum(tensor.nbytes for each in tensors for tensor in each.values())
+    assert held == checkpoint_bytes(config.model, precision=config.train.precision)
 
 
 def test_larger_budget_resumes_the_folder_instead_of_starting_over(run_dir: Path, data: Path) -> None:
