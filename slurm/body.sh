@@ -70,6 +70,13 @@ count_ranks_per_node() {
     echo "${PRISM_RANKS_PER_NODE:-$gpus}"
 }
 
+# How often this job began anew, as SLURM counts it: sbatch hands the variable of a job that submits on to the new one.
+read_restarts() {
+    local restarts
+    restarts=$(scontrol --oneliner show job "$SLURM_JOB_ID" | grep "^JobId=$SLURM_JOB_ID " | grep -o ' Restarts=[0-9]*')
+    [[ -z $restarts ]] || export SLURM_RESTART_COUNT=${restarts#*=}
+}
+
 # Where rank 0 listens: the first node's address, since its name need not resolve, and a port of this start's own.
 find_meeting_point() {
     local first
@@ -108,7 +115,7 @@ describe() {
         command "$(printf '%q ' "${step[@]+"${step[@]}"}" bash slurm/worker.sh train "${run[@]}")"
 }
 
-count_marks() { find "$PRISM_MARKS" -name "*.$1" 2> /dev/null | wc -l; }
+count_listening() { find "$PRISM_MARKS" -name "*.listens" 2> /dev/null | wc -l; }
 
 # The job's nodes on which no rank was started; nothing where that is all of them, since srun has then said why.
 list_silent_nodes() {
@@ -128,7 +135,7 @@ name_silent_nodes() {
 
 # Once every task of the step listens: a USR1 before that would end it. A minute after the step's start they all do.
 hand_on_notice() {
-    (($(count_marks listens) >= tasks || SECONDS - step_began_s > 60)) || return 1
+    (($(count_listening) >= tasks || SECONDS - step_began_s > 60)) || return 1
     kill -USR1 "$step_process" 2> /dev/null
     notice_waits=0
 }
@@ -152,7 +159,6 @@ run_step() {
     code=$?
     step_process=
     silent_nodes=$(list_silent_nodes)
-    lost_tasks=$(($(count_marks listens) - $(count_marks ended)))
     rm -rf "$PRISM_MARKS"
     return "$code"
 }
@@ -168,7 +174,7 @@ read_status() {
 
 read_error() { sed -n 's/.*"error": *"\(.*\)",\{0,1\}$/\1/p' "$PRISM_RUN_DIR/result.json" 2> /dev/null; }
 
-# $1 is the step's exit code.
+# $1 is the step's exit code. A step that lost a node does not end before SLURM knows: srun waits for that.
 finish() {
     local status
     status=$(read_status "$1")
@@ -180,18 +186,7 @@ finish() {
         failed) say "error: $(read_error)" ;;
         *) name_silent_nodes ;;
     esac
-    if is_batch && ((lost_tasks > 0 && !term_came)); then wait_for_verdict; fi
     exit $(($1 == 0 ? 1 : $1))
-}
-
-# Tasks that never reported may have lost their node. SLURM notices that after SlurmdTimeout, ends this script and puts
-# the job back into the queue; a script that has ended before is a failed job.
-wait_for_verdict() {
-    local timeout_s
-    timeout_s=$(scontrol show config | sed -n 's/^SlurmdTimeout *= *\([0-9]*\).*/\1/p')
-    say "$lost_tasks of $tasks tasks left no word; SLURM has ${timeout_s:=300} s to find their node down"
-    sleep $((timeout_s + 60)) &
-    wait "$!"
 }
 
 # Back into the queue, if that is this script's to decide.
@@ -235,7 +230,7 @@ nodes=${SLURM_JOB_NUM_NODES:-1}
 ranks_per_node=$(count_ranks_per_node)
 run=("$PRISM_CONFIG" "${overrides[@]+"${overrides[@]}"}" "run_dir=$PRISM_RUN_DIR")
 step=() tasks=1
-if is_in_job; then build_step; fi
+if is_in_job; then read_restarts; build_step; fi
 describe
 ((dry_run)) && exit 0
 

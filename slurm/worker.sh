@@ -30,18 +30,17 @@ hand_on() {
 
 # Ranks that cannot save yet end with their launcher.
 hand_on_term() {
-    if [[ -z $child ]]; then mark ended; exit 143; fi
+    [[ -n $child ]] || exit 143
     hand_on TERM || kill -TERM "$child" 2> /dev/null
 }
 
-# Marks, which hold the node's name, tell the batch script who listens, who starts its ranks and who has ended; a task of
-# a lost node leaves no last one.
+# Marks, which hold the node's name, tell the batch script who listens and who starts its ranks.
 mark() {
     [[ -z ${PRISM_MARKS:-} ]] || echo "${SLURMD_NODENAME:-}" 2> /dev/null > "$PRISM_MARKS/${SLURM_PROCID:-0}.$1"
 }
 
 mark listens
-eval "${PRISM_SETUP:-}" || { echo "error: PRISM_SETUP must run without an error; see above" >&2; mark ended; exit 2; }
+eval "${PRISM_SETUP:-}" || { echo "error: PRISM_SETUP must run without an error; see above" >&2; exit 2; }
 
 verb=$1
 shift
@@ -75,6 +74,4 @@ while kill -0 "$child" 2> /dev/null; do
     fi
 done
 wait "$child"
-code=$?
-mark ended
-exit "$code"
+exit "$?"

@@ -18,12 +18,23 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import pytest
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "shellcheck")
 PACKAGES = ("munge", "slurmctld", "slurmd", "slurm-client", "shellcheck")
 START_S = 20.0
 # What preemption leaves a job to save, and what the time limit is passed by before it is held to.
 GRACE_S, OVER_LIMIT_MIN = 60, 2
 CPUS_A_NODE, GPUS_A_NODE = 16, 8
+
+
+def skip_without_cluster() -> None:
+    """Skips where no cluster can run, and fails instead where PRISM_CLUSTER_TESTS=required."""
+    reason = find_reason_against()
+    if reason is not None and os.environ.get("PRISM_CLUSTER_TESTS") == "required":
+        pytest.fail(f"PRISM_CLUSTER_TESTS=required but {reason}; run as root on Debian, or unset it")
+    if reason is not None:
+        pytest.skip(reason)
 
 
 def find_reason_against() -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.synthetic import write_synthetic_dataset
-from tests.slurm.cluster import Cluster, find_reason_against
+from tests.slurm.cluster import Cluster, skip_without_cluster
 from tests.slurm.jobs import ROOT, Jobs, build_keys
 
 # The last two wait for the first steps of their jobs.
@@ -31,9 +31,7 @@ def submit_long_jobs(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Three pretend nodes."""
-    reason = find_reason_against()
-    if reason is not None:
-        pytest.skip(reason)
+    skip_without_cluster()
     started = Cluster(tmp_path_factory.mktemp("cluster"))
     try:
         started.start()
@@ -125,4 +123,17 @@ def jobs_without_a_rank(jobs: Jobs) -> dict[str, str]:
             PRISM_SETUP=setup,
         )
         for launch in ("torchrun", "srun")
+    }
+
+
+@pytest.fixture(scope="session")
+def short_jobs(jobs: Jobs) -> dict[str, str]:
+    """Jobs that end by themselves within their first steps, side by side."""
+    raising = jobs.make_raise()
+    blown = ("train.max_skipped_steps=1", "train.optim.learning_rate=1e30")
+    return {
+        "raising torchrun": jobs.submit("raising torchrun", **raising),
+        "raising srun": jobs.submit("raising srun", PRISM_LAUNCH="srun", **raising),
+        "diverging": jobs.submit("diverging", *blown),
+        "inheriting": jobs.submit("inheriting", "train.steps=2", SLURM_RESTART_COUNT="30"),
     }

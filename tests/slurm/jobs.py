@@ -12,7 +12,7 @@ from prism_lm.train.lineage import read_lineage
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).parent.parent.parent
-SLOW_STEPS = Path(__file__).parent / "slow_steps"
+SLOW_STEPS, RAISING_STEPS = (Path(__file__).parent / name for name in ("slow_steps", "raising_steps"))
 STEPS = 300
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
 
@@ -52,6 +52,10 @@ class Jobs:
         """Variables of a job whose first starts take half a second a step, so that they can be stopped at leisure."""
         slow = f"[[ ${{SLURM_RESTART_COUNT:-0}} -ge {starts} ]] || export PYTHONPATH={shlex.quote(str(SLOW_STEPS))}"
         return {"PRISM_SETUP": f"{self.variables['PRISM_SETUP']}; {slow}"}
+
+    def make_raise(self) -> dict[str, str]:
+        """Variables of a job whose ranks raise in their first step."""
+        return {"PRISM_SETUP": f"{self.variables['PRISM_SETUP']}; export PYTHONPATH={shlex.quote(str(RAISING_STEPS))}"}
 
     def submit(
         self, name: str, *extra: str, options: tuple[str, ...] = (), script: str = "prism_130m.sh", **variables: str

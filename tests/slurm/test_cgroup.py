@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, find_reason_against, find_reason_against_cgroup
+from tests.slurm.cluster import Cluster, find_reason_against_cgroup, skip_without_cluster
 from tests.slurm.jobs import Jobs, list_curve, list_endings
 
 pytestmark = pytest.mark.timeout(400)
@@ -18,7 +18,8 @@ pytestmark = pytest.mark.timeout(400)
 def grouped(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
     """Two nodes of a cluster with proctrack/cgroup."""
     folder = tmp_path_factory.mktemp("cgroup_cluster")
-    reason = find_reason_against() or find_reason_against_cgroup(folder)
+    skip_without_cluster()
+    reason = find_reason_against_cgroup(folder)
     if reason is not None:
         pytest.skip(reason)
     started = Cluster(folder, nodes=2, proctrack="cgroup", prefix="grouped")

@@ -40,12 +40,31 @@ def test_preflight_looks_at_both_nodes_and_their_all_reduce_before_training_begi
     assert "ranks: " in trained
 
 
-def test_worker_that_raises_fails_the_job_which_is_not_requeued(jobs: Jobs) -> None:
-    job = jobs.submit("raising", "train.max_skipped_steps=1", "train.optim.learning_rate=1e30")
-    fields = jobs.finish(job, "raising")
+@pytest.mark.parametrize("launch", ["torchrun", "srun"])
+def test_worker_that_raises_fails_the_job_which_is_not_requeued_and_its_log_ends_with_the_traceback(
+    jobs: Jobs, short_jobs: dict[str, str], launch: str
+) -> None:
+    name = f"raising {launch}"
+    fields = jobs.finish(short_jobs[name], name)
     assert (fields["JobState"], fields["Restarts"]) == ("FAILED", "0")
-    assert count_starts(jobs.find_run("raising")) == 1
-    assert "error: " in jobs.read_log("raising").splitlines()[-1]
+    assert count_starts(jobs.find_run(name)) == 1
+    # torchrun's own report of 20 lines follows the traceback.
+    *log, last = jobs.read_log(name).splitlines()[-45:]
+    assert last.endswith("error: planned fault")
+    assert any("Traceback (most recent call last)" in line for line in log)
+    assert any("RuntimeError: planned fault" in line for line in log)
+
+
+def test_run_whose_losses_blow_up_fails_the_job_which_is_not_requeued(jobs: Jobs, short_jobs: dict[str, str]) -> None:
+    fields = jobs.finish(short_jobs["diverging"], "diverging")
+    assert (fields["JobState"], fields["Restarts"]) == ("FAILED", "0")
+    assert count_starts(jobs.find_run("diverging")) == 1
+    assert "error: " in jobs.read_log("diverging").splitlines()[-1]
+
+
+def test_job_submitted_from_a_restarted_job_counts_its_own_restarts(jobs: Jobs, short_jobs: dict[str, str]) -> None:
+    assert jobs.finish(short_jobs["inheriting"], "inheriting")["JobState"] == "COMPLETED"
+    assert "restarts    at most 20; 0 so far" in jobs.read_log("inheriting")
 
 
 def test_array_runs_each_line_of_a_file_and_one_that_fails_stops_no_other(jobs: Jobs, tmp_path: Path) -> None:
