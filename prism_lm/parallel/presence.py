@@ -99,8 +99,9 @@ class Presence:
         """Gives signs of life for the time of the block; the last one says whether it ended with an error."""
         if self._store is not None:
             if self.ranks.is_main:
+                # So that reading waits for nobody; what a rank that came first has told stays.
                 for key in (_VERDICT, *(f"sign/{rank}" for rank in self._others)):
-                    self._store.set(key, "")
+                    self._store.compare_set(key, "", "")
             self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
             self._thread.start()
         try:

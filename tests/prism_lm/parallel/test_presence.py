@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from prism_lm.parallel.mesh import Ranks
 from prism_lm.parallel.presence import AwakeClock, Presence, Verdict
@@ -45,6 +46,16 @@ def test_one_process_misses_nobody_and_finds_no_verdict() -> None:
         assert presence.leave_verdict(mine, wait_s=8.0) == mine and presence.verdict is None
         assert [(sign.beats, sign.phase) for sign in presence.read_signs(wait_s=8.0)] == [(1, "step 1")]
         assert time.monotonic() - began_s < 1.0
+
+
+def test_sign_of_a_rank_that_came_before_rank_0_is_kept() -> None:
+    """It may be its only one: a rank may die before the next."""
+    store = HashStore()
+    early = Presence(Ranks(rank=1, world_size=2), store, interval_s=60.0)
+    with early.showing():
+        assert wait_until(lambda: store.check(["sign/1"]))
+        with Presence(Ranks(rank=0, world_size=2), store, interval_s=0.1).showing() as main:
+            assert wait_until(lambda: "pid" in main.name_rank(1), within_s=5.0)
 
 
 def see_all_alive() -> Any:
