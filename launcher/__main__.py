@@ -17,6 +17,8 @@ class Verb:
 
     summary: str
     example: str
+    module: str = ""
+    "In launcher/, where its name is not the verb's."
 
 
 VERBS = {
@@ -55,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(verb: str, arguments: list[str]) -> int:
     try:
-        code = importlib.import_module(f"launcher.{verb}").main(arguments)
+        code = importlib.import_module(f"launcher.{VERBS[verb].module or verb}").main(arguments)
         sys.stdout.flush()
         return code
     except (ValueError, RuntimeError) as error:

@@ -118,7 +118,7 @@ def run_bench(requested: list[Requested], batches: "list[Batch]", parsed: argpar
 
 
 def _describe(item: Requested, device_type: str) -> "tuple[Candidate, torch.dtype]":
-    from prism_lm.model.operators import choose_kernels, select_operators
+    from prism_lm.model.kernels import choose_kernels, select_operators
     from prism_lm.train.bench import describe_model
 
     parallel = item.config.parallel

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.environment import apply_environment, detect_environment
 from launcher.help_text import add_kernels_option, add_sequence_degree_option
-from prism_lm.model.operators import Kernels
+from prism_lm.model.kernels import Kernels
 from prism_lm.parallel.mesh import Ranks, cut_rows
 
 if TYPE_CHECKING:

@@ -10,15 +10,25 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from prism_lm.model.operators import kernel_choices
+from prism_lm.model.kernels import kernel_choices
 
 WIDTH = 110
+
+Precision = Literal["auto", "fp32", "bf16"]
 
 
 def add_kernels_option(parser: argparse.ArgumentParser) -> None:
     """--kernels, for verbs that run a trained model."""
     words = "triton on CUDA and plain torch elsewhere, or one of them (default %(default)s)"
     parser.add_argument("--kernels", choices=kernel_choices(), default="auto", help=words)
+
+
+def add_precision_option(parser: argparse.ArgumentParser) -> None:
+    """--precision, for verbs that run a trained model."""
+    words = (
+        "of weights and activations: auto is bf16 on CUDA for a run trained in bf16, else fp32 (default %(default)s)"
+    )
+    parser.add_argument("--precision", choices=get_args(Precision), default="auto", help=words)
 
 
 def add_sequence_degree_option(parser: argparse.ArgumentParser) -> None:

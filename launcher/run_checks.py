@@ -24,7 +24,7 @@ def check_run(config: RunConfig, request: Request) -> str | None:
     What belongs to the nodes rather than to the run, such as their CPU cores and caches, is not looked at.
     """
     from launcher.train import build_run
-    from prism_lm.model.operators import choose_kernels
+    from prism_lm.model.kernels import choose_kernels
     from prism_lm.train.session import choose_start
 
     choose_kernels(config.parallel.kernels, "cuda" if request.gpus_per_node else "cpu")

@@ -57,8 +57,8 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
     from launcher.provenance import describe_environment
     from launcher.run_data import open_loader, open_manifest, read_tokenizer
     from prism_lm.model.cost import flops_per_token
+    from prism_lm.model.kernels import choose_kernels, select_operators
     from prism_lm.model.lm import build_model
-    from prism_lm.model.operators import choose_kernels, select_operators
     from prism_lm.parallel.apply import apply_to_operators, check_alignment
     from prism_lm.parallel.mesh import choose_device, cut_rows
     from prism_lm.train.config import compute_accumulation_steps

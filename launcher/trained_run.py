@@ -9,9 +9,11 @@ import torch
 
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from launcher.config import RunConfig, load_config
+from launcher.help_text import Precision
 from prism_lm.checkpoint.load import load_weights, newest_checkpoint, read_trainer
+from prism_lm.model.kernels import Kernels, select_operators
 from prism_lm.model.lm import LanguageModel, build_model
-from prism_lm.model.operators import Kernels, Operators, select_operators
+from prism_lm.model.operators import Operators
 from prism_lm.parallel.mesh import Ranks, check_devices, choose_device, process_group
 
 
@@ -67,14 +69,21 @@ def find_run(run_dir: Path, *, kernels: Kernels = "auto", ranks: Ranks | None = 
 
 
 def load_trained_run(run_dir: Path, *, kernels: Kernels = "auto") -> TrainedRun:
-    """Load a run on one process. Raises ValueError as find_run does."""
+    """Load a run on one process, in fp32. Raises ValueError as find_run does."""
     return load_model(find_run(run_dir, kernels=kernels))
 
 
-def load_model(run: SavedRun, operators: Operators | None = None) -> TrainedRun:
-    """Add the model, with the checkpoint's weights, on the run's operators or on others."""
+def choose_dtype(run: SavedRun, precision: Precision) -> torch.dtype:
+    """What `auto` means for a run: bf16 on CUDA where it was trained in bf16, else fp32."""
+    if precision == "auto":
+        precision = "bf16" if run.device.type == "cuda" and run.config.train.precision == "bf16" else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+
+
+def load_model(run: SavedRun, operators: Operators | None = None, *, dtype: torch.dtype = torch.float32) -> TrainedRun:
+    """Add the model, with the checkpoint's weights in `dtype`, on the run's operators or on others."""
     given = operators or run.operators
-    model = build_model(run.config.model, seed=run.config.seed, device=run.device, operators=given)
+    model = build_model(run.config.model, seed=run.config.seed, device=run.device, dtype=dtype, operators=given)
     load_weights(model, run.checkpoint)
     return TrainedRun(**vars(run), model=model.eval())
 

@@ -107,15 +107,21 @@ class LanguageModel(nn.Module):
 
         last_only: of the last token alone, so T = 1.
         """
+        hidden_BTD, new_state = self.read(input_ids_BT, document_start_BT=document_start_BT, state=state)
+        return self.head(hidden_BTD[:, -1:] if last_only else hidden_BTD), new_state
+
+    def read(
+        self, input_ids_BT: Tensor, *, document_start_BT: Tensor | None = None, state: DecodeState | None = None
+    ) -> tuple[Tensor, DecodeState]:
+        """What the head takes, BTD, for those who need the logits of some tokens only, and the state after the last
+        token; `state` continues rows read before."""
         hidden_BTD = self._embed(input_ids_BT)
         states = [None] * len(self.blocks) if state is None else state.layers
         new_states = []
         for block, layer_state in zip(self.blocks, states, strict=True):
             hidden_BTD, new_state = block(hidden_BTD, document_start_BT, layer_state)
             new_states.append(new_state)
-        if last_only:
-            hidden_BTD = hidden_BTD[:, -1:]
-        return self.head(self.final_norm(hidden_BTD)), DecodeState(layers=tuple(new_states))
+        return self.final_norm(hidden_BTD), DecodeState(layers=tuple(new_states))
 
     def _embed(self, input_ids_BT: Tensor) -> Tensor:
         return self.embedding(input_ids_BT) * self.embedding_scale

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prism_lm.model.operators import Kernels, Operators
+from prism_lm.model.kernels import Kernels
+from prism_lm.model.operators import Operators
 from prism_lm.parallel.mesh import Ranks, open_sequence_group
 
 if TYPE_CHECKING:

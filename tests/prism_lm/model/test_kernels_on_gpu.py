@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from prism_lm.model.block import Block
 from prism_lm.model.config import ModelConfig
+from prism_lm.model.kernels import build_triton_operators, select_operators
 from prism_lm.model.lm import build_model
-from prism_lm.model.operators import build_plain_operators, build_triton_operators, select_operators
+from prism_lm.model.operators import build_plain_operators
 from tests.prism_lm.model.builders import SMALL, build_rows, build_small, relative_error
 
 pytestmark = pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The bundle of operators: one signature in both forms, chosen by name; a block computes the same with either."""
+"""The bundle of operators: one signature in both forms; a block computes the same with either."""
 
 import inspect
 from dataclasses import fields, replace
@@ -8,13 +8,8 @@ import torch
 
 from kernels.checks import is_interpreted
 from prism_lm.model.block import Block
-from prism_lm.model.operators import (
-    Operators,
-    build_plain_operators,
-    build_triton_operators,
-    choose_kernels,
-    select_operators,
-)
+from prism_lm.model.kernels import build_triton_operators
+from prism_lm.model.operators import Operators, build_plain_operators
 from tests.prism_lm.model.builders import FAMILIES, SMALL, build_rows, build_small, relative_error
 
 STARTS = ((0, 13), (1, 16))
@@ -50,18 +45,6 @@ def test_both_forms_of_an_operator_take_the_same_arguments(name):
     expected, actual = read_parameters(plain), read_parameters(fused)
     assert actual[: len(expected)] == expected and (plain is not fused or name == "attention")
     assert all(default is None for _, _, default in actual[len(expected) :])
-
-
-def test_auto_means_triton_on_cuda_and_plain_elsewhere():
-    assert choose_kernels("auto", "cuda") == choose_kernels("triton", "cuda") == "triton"
-    assert choose_kernels("auto", "cpu") == choose_kernels("plain", "cuda") == "plain"
-    assert select_operators("cpu") == build_plain_operators()
-    assert select_operators("cuda") == build_triton_operators()
-
-
-def test_triton_without_a_cuda_device_is_refused_with_the_key_typed():
-    with pytest.raises(ValueError, match=r"--kernels=triton must run on a CUDA device.*use --kernels=plain"):
-        select_operators("cpu", "triton", key="--kernels")
 
 
 @needs_interpreter

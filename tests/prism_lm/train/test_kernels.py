@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from kernels.checks import is_interpreted
+from prism_lm.model.kernels import build_triton_operators
 from prism_lm.model.lm import LanguageModel
-from prism_lm.model.operators import build_plain_operators, build_triton_operators
+from prism_lm.model.operators import build_plain_operators
 from prism_lm.parallel.apply import ParallelConfig
 from prism_lm.train.config import TrainConfig
 from prism_lm.train.loop import run_training
