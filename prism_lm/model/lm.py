@@ -23,6 +23,11 @@ from prism_lm.model.operators import Operators, build_plain_operators
 IGNORED_LABEL = -100
 
 
+def embedding_scale_of(model_width: int) -> float:
+    """What an embedding row is multiplied by as it enters the residual stream."""
+    return model_width**0.25
+
+
 class LanguageHead(nn.Module):
     """Owns the V x D weight and everything that is computed with it, so that a sharded weight is gathered once."""
 
@@ -62,7 +67,7 @@ class LanguageModel(nn.Module):
         operators = operators or build_plain_operators()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.model_width)
-        self.embedding_scale = config.model_width**0.25
+        self.embedding_scale = embedding_scale_of(config.model_width)
         self.blocks = nn.ModuleList(Block(config, mixer, operators=operators) for mixer in config.layer_mixers())
         self.final_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
         self.head = LanguageHead(config, operators=operators)
