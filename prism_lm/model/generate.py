@@ -1,19 +1,27 @@
-"""Text from a model: one prefill by the chunk form, then one step a token; recurrent layers keep a constant-size state.
+"""Text from a model: prompts are read by the chunk form, then one step makes one token of each; recurrent layers keep a
+constant-size state.
 
 Dims: B batch (prompts), T tokens, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from prism_lm.model.decode_state import DecodeState
+from prism_lm.model.decoder import Decoder, EagerDecoder, find_device, iterate_tokens
 from prism_lm.model.lm import LanguageModel
+from prism_lm.model.prefill import pad_left, read_in_pieces
+from prism_lm.model.sampling import Sampling, UniformNumbers
 
 ReadPrompt = Callable[[Tensor, Tensor], tuple[Tensor, DecodeState]]
 "Token ids and document starts, both BT, to the last token's logits (B, 1, V) and the state after it."
+ShouldStop = Callable[[int, list[int]], bool]
+"A prompt's place in the list and its new tokens so far, at least one, to whether it ends there; called once a token."
+OnTokens = Callable[[int, list[int]], None]
+"A prompt's place in the list and its next tokens, at least one: as soon as they are known, and before ShouldStop."
 
 
 @torch.no_grad()
@@ -25,97 +33,69 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     stop_token: int | None = None,
     num_known_tokens: int | None = None,
     read_prompt: ReadPrompt | None = None,
+    should_stop: ShouldStop | None = None,
+    on_tokens: OnTokens | None = None,
+    decoder: Decoder | None = None,
 ) -> list[list[int]]:
     """New token ids for each prompt, without the prompt and without the stop token; prompts may differ in length.
 
     temperature 0 takes the likeliest token. top_k 0 and top_p 1 leave every token possible. A prompt's text depends on
-    the seed and its place in the list, not on the other prompts. Generation of a prompt ends at stop_token (None:
-    never) or after max_new_tokens. Only ids below num_known_tokens are drawn, those of a tokenizer smaller than the
-    model's vocabulary (None: all). read_prompt reads the prompts in the model's place, which takes the steps.
+    its seed, not on the other prompts; one number stands for itself and those after it, one for each prompt.
+    Generation of a prompt ends at stop_token (None: never), after the token at which should_stop says so, or after
+    max_new_tokens. Only ids below num_known_tokens are drawn, those of a tokenizer smaller than the model's vocabulary
+    (None: all).
+
+    Each prompt's tokens are handed to on_tokens as they come, for those who show them; what it raises ends everything.
+    read_prompt reads the prompts in the model's place. `decoder` takes the steps (None: the model, call by call), and
+    may serve many calls; build_decoder gives the fastest one. It changes no token.
     Raises ValueError for a setting out of range, no prompt, an empty prompt or an unknown id.
     """
-    _check_settings(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1; use a positive number")
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, num_known_tokens=num_known_tokens)
     _check_prompts(prompts_ids, model.config.vocab_size)
-    device = next(model.parameters()).device
-    input_ids_BT, document_start_BT = pad_left(prompts_ids)
-    read_prompt = read_prompt or partial(_read_whole, model)
-    logits_BTV, state = read_prompt(input_ids_BT.to(device), document_start_BT.to(device))
-    generators = [torch.Generator().manual_seed(seed + row) for row in range(len(prompts_ids))]
-    texts = _Texts(len(prompts_ids), stop_token)
-    for remaining in range(max_new_tokens - 1, -1, -1):
-        filtered_BV = filter_logits(
-            logits_BTV[:, -1, :num_known_tokens], temperature=temperature, top_k=top_k, top_p=top_p
+    seeds = [seed + row for row in range(len(prompts_ids))] if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(prompts_ids):
+        raise ValueError(
+            f"seed={seeds} must be one number, or one for each of {len(prompts_ids)} prompts; leave it out"
         )
-        token_B = sample(filtered_BV, generators)
-        texts.append(token_B.tolist())
-        if texts.all_ended or not remaining:
-            break
-        logits_BTV, state = model.logits(token_B[:, None], state=state, last_only=True)
+    decoder = decoder or EagerDecoder(model)
+    texts = _Texts(len(prompts_ids), stop_token, should_stop, on_tokens)
+    logits_B1V, state = _read(prompts_ids, find_device(model), read_prompt or partial(read_in_pieces, model))
+    try:
+        first_B = decoder.start(logits_B1V[:, -1], state, sampling, UniformNumbers(seeds))
+        del logits_B1V, state  # the decoder's from here on
+        for tokens in iterate_tokens(decoder, first_B, max_new_tokens):
+            texts.append(tokens)
+            if texts.all_ended:
+                break
+    finally:
+        decoder.release()
     return texts.tokens
 
 
-def _read_whole(model: LanguageModel, input_ids_BT: Tensor, document_start_BT: Tensor) -> tuple[Tensor, DecodeState]:
-    return model.logits(input_ids_BT, document_start_BT=document_start_BT, last_only=True)
-
-
-def pad_left(prompts_ids: list[list[int]]) -> tuple[Tensor, Tensor]:
-    """Prompts as one batch, int64 BT and bool BT, all ending in the last column. Padding (id 0) is another document
-    than the prompt after it, so that no layer lets the prompt see it."""
-    num_tokens = max(len(prompt) for prompt in prompts_ids)
-    input_ids_BT = torch.zeros(len(prompts_ids), num_tokens, dtype=torch.int64)
-    document_start_BT = torch.zeros(len(prompts_ids), num_tokens, dtype=torch.bool)
-    for row, prompt in enumerate(prompts_ids):
-        first = num_tokens - len(prompt)
-        input_ids_BT[row, first:] = torch.tensor(prompt)
-        document_start_BT[row, first] = True
-    return input_ids_BT, document_start_BT
-
-
-def filter_logits(logits_BV: Tensor, *, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Logits to sample from: divided by the temperature, -inf outside the top_k likeliest tokens and outside the
-    smallest set of likeliest tokens whose probability reaches top_p. Temperature 0 leaves the likeliest alone."""
-    if temperature == 0:
-        return _keep_top_k(logits_BV, 1)
-    logits_BV = logits_BV / temperature
-    if 0 < top_k < logits_BV.shape[-1]:
-        logits_BV = _keep_top_k(logits_BV, top_k)
-    return _keep_top_p(logits_BV, top_p) if top_p < 1 else logits_BV
-
-
-def sample(logits_BV: Tensor, generators: list[torch.Generator]) -> Tensor:
-    """One token a row, int64 B, drawn by inverting the cumulative probability at one uniform number of the row's
-    generator. Tokens of probability 0 are never drawn."""
-    cumulative_BV = logits_BV.double().softmax(-1).cumsum(-1)
-    uniform_B = torch.cat([torch.rand(1, generator=generator, dtype=torch.float64) for generator in generators])
-    threshold_B1 = uniform_B.to(logits_BV.device)[:, None] * cumulative_BV[:, -1:]
-    return torch.searchsorted(cumulative_BV, threshold_B1, right=True).squeeze(-1)
-
-
-def _keep_top_k(logits_BV: Tensor, top_k: int) -> Tensor:
-    """Exactly top_k tokens a row; the lower ids among equals."""
-    order_BV = logits_BV.sort(dim=-1, descending=True, stable=True).indices
-    return logits_BV.scatter(-1, order_BV[:, top_k:], -torch.inf)
-
-
-def _keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
-    sorted_BV, order_BV = logits_BV.sort(dim=-1, descending=True, stable=True)
-    probability_BV = sorted_BV.softmax(-1)
-    before_BV = probability_BV.cumsum(-1) - probability_BV
-    dropped_BV = (before_BV >= top_p).scatter(-1, order_BV, before_BV >= top_p)
-    return logits_BV.masked_fill(dropped_BV, -torch.inf)
+def _read(prompts_ids: list[list[int]], device: torch.device, read_prompt: ReadPrompt) -> tuple[Tensor, DecodeState]:
+    input_ids_BT, document_start_BT = pad_left(prompts_ids)
+    return read_prompt(input_ids_BT.to(device), document_start_BT.to(device))
 
 
 class _Texts:
-    """The tokens of every prompt so far, and which have met the stop token."""
+    """The tokens of every prompt so far, and which have come to their end."""
 
-    def __init__(self, num_prompts: int, stop_token: int | None) -> None:
+    def __init__(
+        self,
+        num_prompts: int,
+        stop_token: int | None,
+        should_stop: ShouldStop | None,
+        on_tokens: OnTokens | None,
+    ) -> None:
         self.tokens: list[list[int]] = [[] for _ in range(num_prompts)]
         self.ended = [False] * num_prompts
-        self.stop_token = stop_token
+        self.stop_token, self.should_stop, self.on_tokens = stop_token, should_stop, on_tokens
 
     @property
     def all_ended(self) -> bool:
@@ -125,18 +105,14 @@ class _Texts:
         for row, token in enumerate(tokens):
             self.ended[row] = self.ended[row] or token == self.stop_token
             if not self.ended[row]:
-                self.tokens[row].append(token)
+                self._append_to(row, token)
 
-
-def _check_settings(*, max_new_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1; use a positive number")
-    if temperature < 0:
-        raise ValueError(f"temperature={temperature} must be at least 0; use 0 for the likeliest token")
-    if top_k < 0:
-        raise ValueError(f"top_k={top_k} must be at least 0; use 0 for all tokens")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} must be above 0 and at most 1; use 1 for all tokens")
+    def _append_to(self, row: int, token: int) -> None:
+        self.tokens[row].append(token)
+        if self.on_tokens is not None:
+            self.on_tokens(row, [token])
+        if self.should_stop is not None:
+            self.ended[row] = self.should_stop(row, self.tokens[row])
 
 
 def _check_prompts(prompts_ids: list[list[int]], vocab_size: int) -> None:

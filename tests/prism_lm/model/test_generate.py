@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from prism_lm.model.generate import filter_logits, generate, pad_left, sample
+from prism_lm.model.generate import generate
 from tests.prism_lm.model.builders import FAMILIES, SMALL, build_small
 
 PROMPT = [1, 7, 7, 30, 12, 45, 2]
@@ -75,52 +75,42 @@ def test_text_ends_before_the_stop_token():
     assert stopped == [text[: text.index(stop)] if stop in text else text for text in free]
 
 
-def test_padding_precedes_prompts_and_begins_no_document():
-    ids_BT, start_BT = pad_left([[5, 6, 7], [9]])
-    assert ids_BT.tolist() == [[5, 6, 7], [0, 0, 9]]
-    assert start_BT.tolist() == [[True, False, False], [False, False, True]]
+def test_row_ends_after_the_token_at_which_the_caller_says_so():
+    model, seen = build_small(SMALL), []
+
+    def should_stop(row, tokens):
+        seen.append((row, list(tokens)))
+        return row == 1 and len(tokens) == 3
+
+    free = generate(model, PROMPTS, max_new_tokens=6, seed=2)
+    assert generate(model, PROMPTS, max_new_tokens=6, seed=2, should_stop=should_stop) == [
+        free[0],
+        free[1][:3],
+        free[2],
+    ]
+    expected = [(row, free[row][:count]) for count in range(1, 7) for row in range(3) if row != 1 or count <= 3]
+    assert seen == expected
 
 
-def _logits(rows: int = 6) -> torch.Tensor:
-    return torch.randn(rows, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 3
+def test_tokens_are_handed_over_one_by_one_without_the_stop_token():
+    model, handed = build_small(SMALL), [[], [], []]
+    free = generate(model, PROMPTS, max_new_tokens=9, seed=2)
+    options = {"max_new_tokens": 9, "seed": 2, "stop_token": free[0][4]}
+    texts = generate(model, PROMPTS, on_tokens=lambda row, tokens: handed[row].extend(tokens), **options)
+    assert handed == texts and len(texts[0]) < 9
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 40, 100])
-def test_top_k_keeps_the_likeliest(top_k):
-    for row, kept in zip(_logits(), filter_logits(_logits(), temperature=1, top_k=top_k, top_p=1), strict=True):
-        likeliest = sorted(range(40), key=lambda token, row=row: -row[token].item())[:top_k]
-        assert set(kept.isfinite().nonzero().flatten().tolist()) == set(likeliest)
-        assert torch.equal(kept[likeliest], row[likeliest])
-
-
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9])
-def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p):
-    for row, kept in zip(_logits(), filter_logits(_logits(), temperature=2, top_k=0, top_p=top_p), strict=True):
-        chances = (row / 2).exp() / (row / 2).exp().sum()
-        expected, total = set(), 0.0
-        for token in sorted(range(40), key=lambda token, row=row: -row[token].item()):
-            if total < top_p:
-                expected.add(token)
-                total += chances[token].item()
-        assert set(kept.isfinite().nonzero().flatten().tolist()) == expected
-
-
-def test_top_k_keeps_no_more_among_equals():
-    kept = filter_logits(torch.zeros(1, 8), temperature=1, top_k=3, top_p=1)
-    assert kept.isfinite().tolist() == [[True] * 3 + [False] * 5]
-
-
-def test_sample_follows_the_probabilities():
-    """20,000 draws: each frequency within four standard deviations of its probability."""
-    chances = torch.tensor([0.5, 0.0, 0.3, 0.2], dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    tokens = sample(chances.log().expand(20000, 4), [generator] * 20000)
-    counts = torch.bincount(tokens, minlength=4) / 20000
-    assert ((counts - chances).abs() <= 4 * (chances * (1 - chances) / 20000).sqrt()).all()
+def test_each_prompt_may_have_a_seed_of_its_own():
+    model = build_small(SMALL)
+    one_by_one = [generate(model, [PROMPTS[row]], max_new_tokens=8, seed=seed)[0] for row, seed in enumerate([9, 4, 7])]
+    assert generate(model, PROMPTS, max_new_tokens=8, seed=[9, 4, 7]) == one_by_one
+    with pytest.raises(ValueError, match=r"^seed=\[9, 4\] must be one number, or one for each of 3 prompts"):
+        generate(model, PROMPTS, max_new_tokens=8, seed=[9, 4])
 
 
 WRONG = [
     (dict(max_new_tokens=0), "max_new_tokens=0 must be at least 1; use a positive number"),
+    (dict(temperature=float("nan")), "temperature=nan must be at least 0; use 0 for the likeliest token"),
     (dict(temperature=-1.0), "temperature=-1.0 must be at least 0; use 0 for the likeliest token"),
     (dict(top_k=-2), "top_k=-2 must be at least 0; use 0 for all tokens"),
     (dict(top_p=0.0), "top_p=0.0 must be above 0 and at most 1; use 1 for all tokens"),
