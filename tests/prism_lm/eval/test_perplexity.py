@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prism_lm.eval.perplexity import Score, score_batches
+from prism_lm.eval.perplexity import Score, add_scores, score_batches, score_sources
 
 VOCAB = 16
 TOKEN_BYTES = torch.arange(VOCAB)
@@ -46,3 +46,19 @@ def test_split_without_a_label_is_refused() -> None:
 
 def test_bits_per_byte_of_parts_add_up_by_bytes() -> None:
     assert Score(math.log(2) * 30, 5, 10).bits_per_byte == pytest.approx(3.0)
+
+
+def token_model(input_ids_BT: Tensor, document_start_BT: Tensor, labels_BT: Tensor, *, reduction: str) -> Tensor:
+    """A label costs its own number of nats."""
+    assert reduction == "none"
+    return labels_BT.clamp(min=0).float()
+
+
+def test_each_source_is_scored_by_its_own_rows_and_the_parts_are_the_whole() -> None:
+    first = build_batch([[1, 2, -100], [3, -100, 4], [-100, -100, -100]]) | {"source_B": torch.tensor([0, 2, -1])}
+    second = build_batch([[5, 6, 7]]) | {"source_B": torch.tensor([0])}
+    scores = score_sources(token_model, [first, second], TOKEN_BYTES, torch.device("cpu"), num_sources=3)
+    assert scores == [Score(21.0, 5, 21), Score(0.0, 0, 0), Score(7.0, 2, 7)]
+    assert add_scores(scores) == Score(28.0, 7, 28)
+    with pytest.raises(ValueError, match="at least one token"):
+        add_scores(scores[1:2])
