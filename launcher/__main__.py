@@ -36,8 +36,12 @@ VERBS = {
     "status": Verb("how runs stand, why each start ended, what was saved", "prism status runs/tiny"),
     "checkpoint": Verb("list, verify, prune or convert a run's checkpoints", "prism checkpoint verify runs/tiny"),
     "bench": Verb("time whole training steps on random tokens", "prism bench configs/train/tiny.yaml --batch 2x256"),
-    "evaluate": Verb("bits per byte on held-out text", "prism evaluate runs/tiny --split test"),
-    "generate": Verb("text from a trained run", "prism generate runs/tiny --prompt 'It was'"),
+    "evaluate": Verb("bits per byte on held-out text, or lm-eval's tasks", "prism evaluate runs/tiny --split test"),
+    "generate": Verb(
+        "text from a trained run, typed, streamed or by files", "prism generate runs/tiny --prompt 'It was'"
+    ),
+    "export": Verb("a run as a Hugging Face folder, proved by loading it back", "prism export runs/tiny exported/tiny"),
+    "import": Verb("a run folder from an exported one", "prism import exported/tiny runs/again", module="import_model"),
 }
 
 

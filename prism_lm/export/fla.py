@@ -8,13 +8,13 @@ residual stream as it is, ours times D^(1/4), which is divided out; a tied head 
 Dims: D model width, H heads, K key width, V value width, W conv taps.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from prism_lm.export.folder import read_settings, read_weights
 from prism_lm.model.config import ModelConfig
 from prism_lm.model.lm import embedding_scale_of
 
@@ -38,7 +38,7 @@ def read_fla(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     are missing or left over.
     """
     settings = _read_settings(folder)
-    found = _read_weights(folder)
+    found = read_weights(folder)
     head_copies = settings["num_v_heads"] // settings["num_heads"]
     weights = _name_ends(found, settings)
     for layer in range(settings["num_hidden_layers"]):
@@ -49,10 +49,7 @@ def read_fla(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"HF_FOLDER={folder} must hold config.json; give the folder that save_pretrained wrote")
-    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    path, settings = folder / "config.json", read_settings(folder)
     if settings.get("model_type") != MODEL_TYPE:
         raise ValueError(
             f"{path} must have model_type={MODEL_TYPE}, not {settings.get('model_type')}; other models of "
@@ -63,15 +60,6 @@ def _read_settings(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{path} must have {key}={value}, not {settings[key]}; our layer cannot compute that")
     settings["num_v_heads"] = settings.get("num_v_heads") or settings["num_heads"]
     return settings
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"HF_FOLDER={folder} must hold safetensors; save it with safe_serialization=True")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 def _build_config(settings: dict[str, Any], weights: dict[str, Tensor]) -> ModelConfig:

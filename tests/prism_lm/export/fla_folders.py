@@ -63,8 +63,10 @@ def write_folder(folder: Path, settings: dict, weights: dict[str, Tensor]) -> Pa
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings))
     names = sorted(weights)
-    for part, kept in enumerate((names[::2], names[1::2])):
-        save_file({name: weights[name] for name in kept}, folder / f"model-{part}.safetensors")
+    place = {name: f"model-{1 + number % 2:05d}-of-00002.safetensors" for number, name in enumerate(names)}
+    for file in sorted(set(place.values())):
+        save_file({name: weights[name] for name in names if place[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
     return folder
 
 
