@@ -2,10 +2,12 @@
 
 input_ids_BT int64: tokens to read. labels_BT int64: the token that follows each, IGNORED_LABEL (-100) where no loss is
 due (the next document's start and padding). document_start_BT bool: True at a document's first token, where states
-begin anew. row_hash_B int64: a hash of each whole stored row, also where a process holds only a slice of it.
+begin anew. row_hash_B int64: a hash of each whole stored row, also where a process holds only a slice of it. source_B
+int64: which of the split's sources, sorted by name, each row is of; NO_SOURCE (-1) for padding.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -15,6 +17,8 @@ from numpy.typing import NDArray
 
 from data_pipeline.packing import IGNORED_LABEL, TokenRow
 
+NO_SOURCE = -1
+
 
 class Batch(TypedDict):
     """One micro-batch of B rows of T tokens."""
@@ -23,6 +27,7 @@ class Batch(TypedDict):
     labels_BT: torch.Tensor
     document_start_BT: torch.Tensor
     row_hash_B: torch.Tensor
+    source_B: torch.Tensor
 
 
 BATCH_DTYPES = {
@@ -30,6 +35,7 @@ BATCH_DTYPES = {
     "labels_BT": torch.int64,
     "document_start_BT": torch.bool,
     "row_hash_B": torch.int64,
+    "source_B": torch.int64,
 }
 
 
@@ -40,11 +46,16 @@ def hash_rows(tokens_BT: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
     return np.frombuffer(digests, dtype="<i8").astype(np.int64) & np.iinfo(np.int64).max
 
 
-def build_batch(rows: list[TokenRow], *, batch_rows: int, row_tokens: int, bos_id: int) -> Batch:
-    """Make a batch of `batch_rows` rows from stored rows of T+1 tokens; missing rows are BOS without any label."""
+def build_batch(
+    rows: Sequence[TokenRow], sources: Sequence[int], *, batch_rows: int, row_tokens: int, bos_id: int
+) -> Batch:
+    """Make a batch of `batch_rows` rows from stored rows of T+1 tokens and the source of each; missing rows are BOS
+    without any label."""
     tokens_BT: NDArray[np.int64] = np.full((batch_rows, row_tokens + 1), bos_id, dtype=np.int64)
     for index, row in enumerate(rows):
         tokens_BT[index] = row
+    source_B = torch.full((batch_rows,), NO_SOURCE)
+    source_B[: len(rows)] = torch.tensor(list(sources), dtype=torch.int64)
     stored_BT = torch.from_numpy(tokens_BT)
     input_ids_BT = stored_BT[:, :-1].contiguous()
     labels_BT = stored_BT[:, 1:].clone()
@@ -54,6 +65,7 @@ def build_batch(rows: list[TokenRow], *, batch_rows: int, row_tokens: int, bos_i
         labels_BT=labels_BT,
         document_start_BT=input_ids_BT == bos_id,
         row_hash_B=torch.from_numpy(hash_rows(tokens_BT)),
+        source_B=source_B,
     )
 
 
@@ -80,6 +92,7 @@ class RowSlice:
             labels_BT=batch["labels_BT"][:, here].contiguous(),
             document_start_BT=batch["document_start_BT"][:, here].contiguous(),
             row_hash_B=batch["row_hash_B"],
+            source_B=batch["source_B"],
         )
 
 

@@ -52,6 +52,7 @@ class Shard:
     """A shard of the split: its reader and stream (streaming's), and where it comes from."""
 
     number: int
+    source: int
     reader: Any
     stream: Any
     origin: str
@@ -69,7 +70,7 @@ def list_shards(data: PreparedData, split: Split, timeout_s: float) -> list[Shar
     from streaming.base.format import reader_from_json
 
     shards: list[Shard] = []
-    for source in data.manifest.sources(split):
+    for number, source in enumerate(data.manifest.sources(split)):
         name = f"{split}/{source}"
         stream: Any = Stream(
             remote=data.location, local=str(data.cache), split=name, validate_hash=HASH,
@@ -81,6 +82,7 @@ def list_shards(data: PreparedData, split: Split, timeout_s: float) -> list[Shar
             shards.append(
                 Shard(
                     number=len(shards),
+                    source=number,
                     reader=reader,
                     stream=stream,
                     origin=f"{data.location.rstrip('/')}/{name}/{stored.basename}",
@@ -120,7 +122,7 @@ class ShardCache:
     def read_row(self, row: int) -> TokenRow:
         """Return stored row `row` (T+1 tokens). Raises DataError naming the shard or the cache folder within
         timeout_s."""
-        number = int(np.searchsorted(self.shard_ends, row, side="right"))
+        number = self.find_shard(row)
         shard = self.shards[number]
         within = row - int(self.shard_ends[number]) + shard.reader.samples
         for _ in range(ATTEMPTS):
@@ -134,6 +136,14 @@ class ShardCache:
                     f"{shard.file} cannot be read ({error.strerror}); set data.cache_dir to a folder on a sound disk"
                 ) from error
         raise DataError(f"{shard.file} is evicted again and again before it is read; raise data.cache_limit_gib")
+
+    def find_shard(self, row: int) -> int:
+        """Return the number of the shard that holds a row."""
+        return int(np.searchsorted(self.shard_ends, row, side="right"))
+
+    def find_source(self, row: int) -> int:
+        """Return which of the split's sources, sorted by name, a row is of."""
+        return self.shards[self.find_shard(row)].source
 
     def fetch_ahead(self, rows: Iterable[int]) -> None:
         """Begin to fetch the shards of these rows in the background."""

@@ -31,7 +31,14 @@ LOOK_S = 2.0
 "Seconds between looks at loader processes that are waited for; outside the main thread nothing tells of their death."
 GRACE_S = 5.0
 "Seconds beyond data.timeout_s, so that a loader process's own words come first."
-TokenRows = list[TokenRow]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredRows:
+    """The stored rows of a micro-batch, and the source of each."""
+
+    tokens: list[TokenRow]
+    sources: list[int]
 
 
 class RankBatches(IterableDataset[Any]):
@@ -53,7 +60,7 @@ class RankBatches(IterableDataset[Any]):
         self.first = 0
         self.batches_ahead = 1
 
-    def __iter__(self) -> Iterator[TokenRows | str]:
+    def __iter__(self) -> Iterator[StoredRows | str]:
         try:
             yield from self.read_batches()
         except DataError as error:
@@ -61,7 +68,7 @@ class RankBatches(IterableDataset[Any]):
         except OSError as error:
             yield f"{error.filename or self.data.cache} failed ({error.strerror or error})"
 
-    def read_batches(self) -> Iterator[TokenRows]:
+    def read_batches(self) -> Iterator[StoredRows]:
         """Yield the rows of each batch, fetching the shards of those to come."""
         limit_bytes = int(self.config.cache_limit_gib * 2**30)
         cache = ShardCache(self.data, self.split, cache_limit_bytes=limit_bytes, timeout_s=self.config.timeout_s)
@@ -71,9 +78,9 @@ class RankBatches(IterableDataset[Any]):
                 cache.fetch_ahead(rows)
                 ahead.append(rows)
                 if len(ahead) > self.batches_ahead:
-                    yield [cache.read_row(row) for row in ahead.pop(0)]
+                    yield read_rows(cache, ahead.pop(0))
             for rows in ahead:
-                yield [cache.read_row(row) for row in rows]
+                yield read_rows(cache, rows)
 
     def each_batch_rows(self) -> Iterator[list[int]]:
         """Yield the row numbers of each batch, epoch after epoch; one epoch where the grid isn't endless."""
@@ -217,7 +224,7 @@ class Loader:
             generator=torch.Generator().manual_seed(self.seed),
         )
 
-    def fetch(self, incoming: Iterator[TokenRows | str]) -> Batch:
+    def fetch(self, incoming: Iterator[StoredRows | str]) -> Batch:
         """Return the next batch; raise DataError for an error of this rank or, noted, of another."""
         noted = self.failure()
         if noted is not None:
@@ -243,7 +250,7 @@ class Loader:
             raise DataError(received)
         return self.make_batch(received)
 
-    def receive(self, incoming: Iterator[TokenRows | str]) -> TokenRows | str:
+    def receive(self, incoming: Iterator[StoredRows | str]) -> StoredRows | str:
         """Return what comes next; raise RuntimeError soon after a loader process died, or when it takes too long."""
         limit_s = self.batches.config.timeout_s + GRACE_S
         deadline_s = time.monotonic() + limit_s
@@ -256,11 +263,12 @@ class Loader:
                 if time.monotonic() >= deadline_s:
                     raise RuntimeError(f"nothing came within {limit_s:g} s") from error
 
-    def make_batch(self, rows: TokenRows) -> Batch:
+    def make_batch(self, rows: StoredRows) -> Batch:
         """Turn stored rows into this process's slice of a batch, here and not in a loader process: small integers
         travel better than large ones."""
         batch = build_batch(
-            rows,
+            rows.tokens,
+            rows.sources,
             batch_rows=self.batches.grid.micro_batch_rows,
             row_tokens=self.manifest.row_tokens,
             bos_id=self.manifest.bos_id,
@@ -316,7 +324,12 @@ class Loader:
         }
 
 
-def keep_rows(rows: TokenRows | str) -> TokenRows | str:
+def read_rows(cache: ShardCache, rows: list[int]) -> StoredRows:
+    """Read the rows of these numbers."""
+    return StoredRows(tokens=[cache.read_row(row) for row in rows], sources=[cache.find_source(row) for row in rows])
+
+
+def keep_rows(rows: Any) -> Any:
     """Leave what a loader process sends as it is; torch would make tensors of it, which travel through shared
     memory."""
     return rows
@@ -342,14 +355,15 @@ def build_loader(
     global_batch_rows: int | None = None,
     ranks_per_node: int | None = None,
     row_slice: RowSlice | None = None,
+    limit_rows: int = 0,
 ) -> Loader:
     """Check the prepared data and return a rank's loader.
 
     row_slice: what this process holds of each row of its rank, by default all of it; ranks then have a process a slice.
     global_batch_rows: rows of an optimizer step of all ranks, by default one micro-batch a rank. ranks_per_node: by
     default LOCAL_WORLD_SIZE, or all ranks. cache_dir: a folder of the run's, shared by its ranks and kept for its
-    resumption. Raises ValueError for settings that do not fit one another or the data, DataError naming a bad file; on
-    every rank alike.
+    resumption. limit_rows: most rows of an epoch, each source's share of them; 0 for no limit. Raises ValueError for
+    settings that do not fit one another or the data, DataError naming a bad file; on every rank alike.
     """
     cache_dir = Path(cache_dir)
     row_slice = row_slice or RowSlice()
@@ -366,6 +380,7 @@ def build_loader(
         shuffle=config.shuffle and split == "train",
         num_canonical_nodes=config.num_canonical_nodes,
         shuffle_block_rows=config.shuffle_block_rows,
+        limit_rows=limit_rows,
     )
     grid = BatchGrid(
         epoch_rows=order.epoch_rows(),

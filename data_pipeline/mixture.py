@@ -22,14 +22,19 @@ def compute_quotas(rows_by_source: Mapping[str, int], weights: Mapping[str, floa
         return dict(rows_by_source)
     check_names(rows_by_source, weights)
     positive = {source: weights[source] for source in sorted(rows_by_source) if weights[source] > 0}
-    epoch_rows = sum(rows_by_source[source] for source in positive)
-    total = sum(positive.values())
-    exact = {source: epoch_rows * weight / total for source, weight in positive.items()}
-    quotas = {source: int(share) for source, share in exact.items()}
-    by_remainder = sorted(positive, key=lambda source: (quotas[source] - exact[source], source))
-    for source in by_remainder[: epoch_rows - sum(quotas.values())]:
-        quotas[source] += 1
+    quotas = apportion(sum(rows_by_source[source] for source in positive), positive)
     return {source: quotas.get(source, 0) for source in rows_by_source}
+
+
+def apportion(rows: int, shares: Mapping[str, float]) -> dict[str, int]:
+    """Return source -> rows of so many in all, each within one row of its share. Shares are positive, of any scale."""
+    total = sum(shares.values())
+    exact = {source: rows * share / total for source, share in shares.items()}
+    quotas = {source: int(share) for source, share in exact.items()}
+    by_remainder = sorted(shares, key=lambda source: (quotas[source] - exact[source], source))
+    for source in by_remainder[: rows - sum(quotas.values())]:
+        quotas[source] += 1
+    return quotas
 
 
 def check_names(rows_by_source: Mapping[str, int], weights: Mapping[str, float]) -> None:

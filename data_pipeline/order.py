@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.manifest import Manifest, Split
-from data_pipeline.mixture import Span, compute_quotas, select_spans
+from data_pipeline.mixture import Span, apportion, compute_quotas, select_spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,15 @@ class RowOrder:
     """Independent paths through the shards."""
     shuffle_block_rows: int = 65536
     """Rows mixed with one another."""
+    limit_rows: int = 0
+    """Most rows in an epoch, of which each source has its share; 0 for no limit."""
 
     def quotas(self) -> dict[str, int]:
         """Source -> rows in an epoch."""
-        return compute_quotas({source: sum(rows) for source, rows in self.shard_rows.items()}, self.weights)
+        quotas = compute_quotas({source: sum(rows) for source, rows in self.shard_rows.items()}, self.weights)
+        if 0 < self.limit_rows < sum(quotas.values()):
+            return apportion(self.limit_rows, quotas)
+        return quotas
 
     def epoch_rows(self) -> int:
         """Rows in an epoch."""
@@ -75,6 +80,7 @@ def build_row_order(
     shuffle: bool,
     num_canonical_nodes: int,
     shuffle_block_rows: int,
+    limit_rows: int = 0,
 ) -> RowOrder:
     """Return the order of a split of prepared data. Raises ValueError for weights that do not fit its sources."""
     sources = manifest.sources(split)
@@ -85,6 +91,7 @@ def build_row_order(
         shuffle=shuffle,
         num_canonical_nodes=num_canonical_nodes,
         shuffle_block_rows=shuffle_block_rows,
+        limit_rows=limit_rows,
     )
     order.quotas()
     return order

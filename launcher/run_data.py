@@ -45,7 +45,8 @@ def read_tokenizer(config: RunConfig) -> bytes:
 
 
 def open_loader(config: RunConfig, ranks: Ranks, *, split: "Split") -> "Loader":
-    """This rank's slices of micro-batches: endless for training, one pass otherwise. Needs no process group.
+    """This rank's slices of micro-batches: endless for training, one pass otherwise, over train.eval_rows of the
+    validation rows. Needs no process group.
 
     Raises ValueError for settings that do not fit one another or the data, DataError for data that fails its checks.
     """
@@ -63,6 +64,7 @@ def open_loader(config: RunConfig, ranks: Ranks, *, split: "Split") -> "Loader":
         seed=config.seed,
         cache_dir=cache_folder(config),
         endless=split == "train",
+        limit_rows=config.train.eval_rows if split == "validation" else 0,
     )
 
 

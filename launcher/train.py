@@ -56,6 +56,7 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
     """What the trainer is given. Raises ValueError or DataError for data that does not fit the run."""
     from launcher.provenance import describe_environment
     from launcher.run_data import open_loader, open_manifest, read_tokenizer
+    from launcher.task_scorer import open_task_scorer
     from prism_lm.model.cost import flops_per_token
     from prism_lm.model.kernels import choose_kernels, select_operators
     from prism_lm.model.lm import build_model
@@ -84,6 +85,8 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
         build_model=lambda: build_model(config.model, seed=config.seed, operators=apply_to_operators(operators, ranks)),
         build_train_loader=lambda: train_loader,
         build_validation_loader=None if validation_loader is None else lambda: validation_loader,
+        validation_sources=() if validation_loader is None else tuple(manifest.sources("validation")),
+        task_scorer=open_task_scorer(config, operators, ranks),
         flops_per_token=flops_per_token(config.model, config.data.row_tokens),
         config_yaml=dump_config(config),
         environment={**describe_environment(environment), "kernels": kernels},

@@ -247,8 +247,8 @@ def build_batch(
 
 
 class ListLoader:
-    """Global batch g of `global_rows` rows is seeded by g; each rank takes its share, micro-batch by micro-batch, and
-    its slice of those rows.
+    """Global batch g of `global_rows` rows, of two sources in turn, is seeded by g; each rank takes its share,
+    micro-batch by micro-batch, and its slice of those rows.
 
     Every world size, sequence degree and micro-batch size sees the same global batches. `fail_at` raises at that
     micro-batch, `end_at` ends there, to begin again when next iterated.
@@ -282,6 +282,7 @@ class ListLoader:
             step, micro = divmod(self.taken, per_step)
             batch = build_batch(self.global_rows, seed=step, row_tokens=self.row_tokens, starts=self.starts)
             batch["row_hash_B"] = torch.from_numpy(hash_rows(batch["input_ids_BT"].numpy()))
+            batch["source_B"] = torch.arange(self.global_rows) % 2
             first = (micro * self.ranks.data_world_size + self.ranks.data_rank) * self.micro_rows
             share = row_slice.cut({name: tensor[first : first + self.micro_rows] for name, tensor in batch.items()})
             if self.spoil is not None:

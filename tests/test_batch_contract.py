@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_pipeline.batch import BATCH_DTYPES, Batch, build_batch
+from data_pipeline.batch import BATCH_DTYPES, NO_SOURCE, Batch, build_batch
 from data_pipeline.packing import IGNORED_LABEL as WRITTEN_IGNORED_LABEL
 from prism_lm.eval import perplexity
 from prism_lm.eval.perplexity import ScoredBatch
@@ -21,7 +21,7 @@ BOS = 1
 
 def build_written_batch() -> Batch:
     row = np.array([BOS, 5, 6, BOS, 7], dtype=np.uint16)
-    return build_batch([row], batch_rows=2, row_tokens=4, bos_id=BOS)
+    return build_batch([row], [3], batch_rows=2, row_tokens=4, bos_id=BOS)
 
 
 def test_trainer_asks_for_exactly_what_the_loader_writes() -> None:
@@ -34,17 +34,21 @@ def test_every_reader_asks_for_what_the_loader_writes(reader: type) -> None:
 
 
 @pytest.mark.parametrize("model", [lm.LanguageModel, TinyModel])
-def test_model_is_given_what_its_forward_takes_and_no_hash(model: type) -> None:
+def test_model_is_given_what_its_forward_takes_and_nothing_about_the_rows(model: type) -> None:
     given = step.move_to_device(TrainBatch(**build_written_batch()), torch.device("cpu"))
-    assert given.keys() == get_type_hints(Batch).keys() - {"row_hash_B"}
+    assert given.keys() == get_type_hints(Batch).keys() - {"row_hash_B", "source_B"}
     inspect.signature(model.forward).bind(None, **given)
 
 
 def test_written_batch_has_the_promised_keys_shapes_and_dtypes() -> None:
     batch = build_written_batch()
     assert {key: value.dtype for key, value in batch.items()} == BATCH_DTYPES
-    assert batch["row_hash_B"].shape == torch.Size([2])
-    assert {value.shape for name, value in batch.items() if name != "row_hash_B"} == {torch.Size([2, 4])}
+    shapes = {"B": torch.Size([2]), "BT": torch.Size([2, 4])}
+    assert {key: value.shape for key, value in batch.items()} == {key: shapes[key.split("_")[-1]] for key in batch}
+
+
+def test_rows_have_the_numbers_of_their_sources_and_padding_has_none() -> None:
+    assert build_written_batch()["source_B"].tolist() == [3, NO_SOURCE]
 
 
 def test_every_room_ignores_the_same_label() -> None:

@@ -8,6 +8,7 @@ from prism_lm.parallel.apply import ParallelConfig
 from prism_lm.parallel.mesh import Ranks
 from prism_lm.train.optim import OptimConfig
 from prism_lm.train.schedule import ScheduleConfig
+from prism_lm.train.tasks import TaskConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +30,11 @@ class TrainConfig:
     log_every_steps: int = 10
     "Steps between lines of metrics."
     eval_every_steps: int = 0
-    "Steps between passes over validation rows, and one after the last step; 0 means never."
+    """Steps between passes over validation rows, and one after the last step; 0 means never. Where the rows are of
+    several sources each has its loss beside that of all: validation/SOURCE/loss_nats, from the same pass."""
     eval_rows: int = 256
-    "Validation rows of one pass over all processes, the same each time, rounded up to whole micro-batches; 0 is all."
+    """Validation rows of one pass over all processes, the same each time; 0 is all. Each source has its share of them,
+    that of its rows in the split, to one row; a source left without a row has no loss of its own."""
     histogram_every_steps: int = 0
     "Steps between histograms of decay, step sizes and state norm; each costs one forward pass; 0 means never."
     straggler_every_steps: int = 100
@@ -58,6 +61,8 @@ class TrainConfig:
     "Learning rate over the run."
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     "When to save and what to keep."
+    tasks: TaskConfig = field(default_factory=TaskConfig)
+    "Tasks of lm-eval, EleutherAI's harness, scored during training; pip install 'prism-lm[eval]'."
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_rows", "micro_batch_rows", "log_every_steps", "max_skipped_steps"):

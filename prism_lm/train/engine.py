@@ -78,6 +78,22 @@ class Engine:
         with torch.no_grad():
             return cast(torch.Tensor, self._inner(**batch))
 
+    def evaluate_token_losses(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The loss of each token of a micro-batch (B, T), 0 where none is taken, without a graph."""
+        self._inner.eval()
+        with torch.no_grad():
+            return cast(torch.Tensor, self._inner(**batch, reduction="none"))
+
+    @contextmanager
+    def whole_model(self) -> Generator[nn.Module, None, None]:
+        """The model for reading, its whole weights on this rank's device; in stage 3 they are there for the time of the
+        block alone, and what shares them must not be used after it."""
+        import deepspeed
+
+        parameters = list(self.model.parameters())
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(parameters, enabled=self._config.zero_stage == 3):
+            yield self.model
+
     def compute_logits(self, input_ids_BT: torch.Tensor, document_start_BT: torch.Tensor) -> torch.Tensor:
         """The model's logits (B, T, V), fp32 or wider, without a graph; compiled blocks run uncompiled."""
         self._inner.eval()

@@ -24,6 +24,7 @@ from prism_lm.train.step import (
     train_step,
 )
 from prism_lm.train.stop_signal import StopSignal
+from prism_lm.train.task_pass import describe_scores, score
 from prism_lm.train.validation import evaluate
 from prism_lm.train.waiting import STOPPED, call_interruptibly
 from prism_lm.train.watchdog import Limits
@@ -93,6 +94,7 @@ def train_until_done(session: Session, ending: Ending) -> Status:
     run, state = session.run, session.state
     first_step = state.step
     note_validation(session)
+    note_tasks(session)
     record(session, ending)
     while state.step < run.train.steps:
         fetched = fetch(session)
@@ -105,13 +107,15 @@ def train_until_done(session: Session, ending: Ending) -> Status:
         note_stragglers(session)
         note_histograms(session, fetched.batches[0])
         note_validation(session)
+        note_tasks(session)
         record(session, ending)
         end_if_stuck(session, result)
         if session.manager.is_due(state.step):
             save(session, wait=False)
     save(session, wait=True)
     session.guard.watchdog.finish()
-    return "finished" if state.step >= run.train.steps and not state.validation_due else "preempted"
+    is_done = state.step >= run.train.steps and not (state.validation_due or state.tasks_due)
+    return "finished" if is_done else "preempted"
 
 
 def fetch(session: Session) -> Fetched | None:
@@ -177,7 +181,7 @@ def update(session: Session, fetched: Fetched, *, may_stop: bool) -> StepResult 
         world_size=session.run.ranks.world_size,
         learning_rate=train.optim.learning_rate * fraction,
         max_loss_nats=build_spike_guard(session).threshold(),
-        should_stop=lambda: may_stop and agree_on_stop(session),
+        should_stop=lambda: may_stop and session.agree_on_stop(),
     )
     if result is not None:
         advance(session, fetched, result)
@@ -195,6 +199,7 @@ def advance(session: Session, fetched: Fetched, result: StepResult) -> None:
         state.spike_window = build_spike_guard(session).extend(float(result.loss_nats))
     state.advance(tokens=fetched.tokens, applied=result.applied, batch_hash=fetched.batch_hash)
     state.validation_due = is_due(train.eval_every_steps, state.step) or state.step == train.steps
+    state.tasks_due = is_due(train.tasks.every_steps, state.step) or state.step == train.steps
     session.position = session.loader.state_dict()
     session.probe_row = cut_row(fetched.batches[0])
 
@@ -245,11 +250,22 @@ def note_validation(session: Session) -> None:
     """When due, evaluates on the validation rows; a pass that a stop ended leaves no figure and stays due."""
     if session.state.validation_due and session.run.train.eval_every_steps:
         with session.meter.paused(), torch.random.fork_rng(devices=[]):
-            loss_nats = evaluate(session)
-        if loss_nats is None:
+            losses = evaluate(session)
+        if losses is None:
             return
-        session.figures["validation/loss_nats"] = loss_nats
+        session.figures |= losses
     session.state.validation_due = False
+
+
+def note_tasks(session: Session) -> None:
+    """The same of the tasks of train.tasks."""
+    if session.state.tasks_due and session.run.train.tasks.every_steps:
+        with session.meter.paused():
+            figures = score(session)
+        if figures is None:
+            return
+        session.figures |= figures
+    session.state.tasks_due = False
 
 
 def record(session: Session, ending: Ending) -> None:
@@ -261,6 +277,8 @@ def record(session: Session, ending: Ending) -> None:
             ending.check_owner()
         texts = {"data/order_hash": state.order_hash, **session.texts}
         session.recorder.write(state.step, state.tokens, session.figures, session.histograms, texts)
+        if scores := describe_scores(session.figures, session.run.train.tasks.names):
+            session.recorder.say(f"step {state.step} tasks: {scores}")
         if STRAGGLER in texts:
             session.recorder.remark(state.step, STRAGGLER, texts[STRAGGLER])
     ending.losses |= {tag: value for tag, value in session.figures.items() if tag.endswith("/loss_nats")}
@@ -286,11 +304,6 @@ def save(session: Session, *, wait: bool) -> None:
     session.guard.watchdog.beat(f"checkpoint of step {session.state.step}")
     with session.meter.paused():
         save_session(session, wait=wait)
-
-
-def agree_on_stop(session: Session) -> bool:
-    """True on every rank where any rank was asked to stop."""
-    return sum_integers([int(session.stop.requested)])[0] > 0
 
 
 def is_due(every_steps: int, step: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from prism_lm.checkpoint.load import check_fits, load_weights, newest_checkpoint, read_rank_state, read_trainer
 from prism_lm.checkpoint.manager import CheckpointManager
-from prism_lm.parallel.collectives import RunFailed, call_together, gather_objects
+from prism_lm.parallel.collectives import RunFailed, call_together, gather_objects, sum_integers
 from prism_lm.parallel.mesh import check_devices
 from prism_lm.train.config import check_parallel, compute_accumulation_steps
 from prism_lm.train.engine import Engine, build_engine, end_process_group
@@ -67,6 +67,10 @@ class Session:
     def accumulation_steps(self) -> int:
         return compute_accumulation_steps(self.run.train, self.run.ranks)
 
+    def agree_on_stop(self) -> bool:
+        """True on every rank where any rank was asked to stop."""
+        return sum_integers([int(self.stop.requested)])[0] > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
@@ -89,6 +93,11 @@ def choose_start(run: TrainRun) -> Start:
         raise ValueError(
             f"train.eval_every_steps={run.train.eval_every_steps} must be 0 without validation data; "
             "use train.eval_every_steps=0"
+        )
+    if run.train.tasks.every_steps and run.task_scorer is None:
+        raise ValueError(
+            f"train.tasks.every_steps={run.train.tasks.every_steps} must be 0 without a scorer of tasks; "
+            "use train.tasks.every_steps=0"
         )
     folder = newest_checkpoint(run.run_dir)
     if folder is None:

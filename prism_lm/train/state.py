@@ -17,6 +17,7 @@ from prism_lm.parallel.mesh import Ranks
 from prism_lm.train import order_hash
 from prism_lm.train.config import TrainConfig
 from prism_lm.train.step import TrainBatch
+from prism_lm.train.tasks import TaskScorer
 
 Status = Literal["finished", "preempted"]
 
@@ -56,6 +57,11 @@ class TrainRun:
     build_validation_loader: Callable[[], Loader] | None
     """A loader that ends, with equally many batches on every rank; called once, like the other one. Needed where
     train.eval_every_steps is not 0."""
+    validation_sources: tuple[str, ...] = ()
+    """Names of the validation rows' sources, as the numbers in their batches count them; with more than one, each has
+    a validation loss of its own, and the model's forward takes `reduction="none"`."""
+    task_scorer: TaskScorer | None = None
+    "Scores the tasks of train.tasks; needed where train.tasks.every_steps is not 0."
     flops_per_token: float | None
     "Forward and backward FLOPs of one token; None leaves the MFU out."
     config_yaml: str
@@ -104,6 +110,8 @@ class TrainState:
     "Losses in nats of the last applied steps, oldest first, at most train.spike_window_steps of them."
     validation_due: bool = False
     "This step's evaluation is still to be made: a stop came first."
+    tasks_due: bool = False
+    "The same of the tasks' scores."
 
     def advance(self, *, tokens: int, applied: bool, batch_hash: int) -> None:
         """One step on; batch_hash is the sum modulo 2^63 of the row hashes of the global batch."""
@@ -120,7 +128,9 @@ class TrainState:
 
     @staticmethod
     def from_trainer(trainer: Mapping[str, Any]) -> "TrainState":
-        return TrainState(**{name: type(value)(trainer[name]) for name, value in asdict(TrainState()).items()})
+        """Checkpoints from before tasks were scored do not speak of them."""
+        held = {"tasks_due": False, **trainer}
+        return TrainState(**{name: type(value)(held[name]) for name, value in asdict(TrainState()).items()})
 
 
 def seed_generators(seed: int) -> None:

@@ -24,6 +24,8 @@ class TrainBatch(TypedDict):
     "bool, True at the first token of a document"
     row_hash_B: torch.Tensor
     "int64, 0 or more: a hash of each whole row, equal on all processes that hold a slice of it"
+    source_B: torch.Tensor
+    "int64: which of the split's sources, sorted by name, each row is of; -1 for rows without labels"
 
 
 MODEL_INPUTS = ("input_ids_BT", "labels_BT", "document_start_BT")
@@ -113,19 +115,37 @@ def _describe_problem(local_sum: torch.Tensor, loss_nats: float, max_loss_nats: 
     return "the gradient norm is not finite, though every rank's loss is"
 
 
-def compute_validation_loss(engine: Engine, batches: Iterable[TrainBatch | None]) -> float | None:
-    """Mean nats over the valid tokens of all ranks' micro-batches; each rank must pass equally many.
+def compute_validation_losses(
+    engine: Engine, batches: Iterable[TrainBatch | None], *, num_sources: int = 1
+) -> list[float | None] | None:
+    """Mean nats over the valid tokens of all ranks' micro-batches, over all of them and then, where there are several
+    sources, over those of each; None of a mean over no token. Each rank must pass equally many micro-batches.
 
     A None among them, at the same place on every rank, ends the pass without a result.
     """
-    sums = torch.zeros(2, dtype=torch.float64, device=engine.device)
+    sums_S2 = torch.zeros(num_sources, 2, dtype=torch.float64, device=engine.device)
     for batch in batches:
         if batch is None:
             return None
-        sums[0] += engine.evaluate_loss(move_to_device(batch, engine.device)).double()
-        sums[1] += count_valid_tokens([batch])
-    nats, tokens = sum_tensor(sums).tolist()
-    return nats / tokens if tokens else math.nan
+        sums_S2 += _sum_each_source(engine, batch, num_sources) if num_sources > 1 else _sum_all(engine, batch)
+    sums_S2 = sum_tensor(sums_S2).cpu()
+    rows = [sums_S2.sum(0), *sums_S2] if num_sources > 1 else [*sums_S2]
+    return [float(nats / tokens) if tokens else None for nats, tokens in rows]
+
+
+def _sum_all(engine: Engine, batch: TrainBatch) -> torch.Tensor:
+    """Nats and valid tokens of a micro-batch, (1, 2)."""
+    nats = engine.evaluate_loss(move_to_device(batch, engine.device)).double()
+    return torch.stack([nats, torch.full_like(nats, count_valid_tokens([batch]))])[None]
+
+
+def _sum_each_source(engine: Engine, batch: TrainBatch, num_sources: int) -> torch.Tensor:
+    """The same of each source's rows, (num_sources, 2). A product, since a GPU adds scattered values in any order."""
+    nats_B = engine.evaluate_token_losses(move_to_device(batch, engine.device)).double().sum(dim=1)
+    tokens_B = (batch["labels_BT"] != IGNORED_LABEL).sum(dim=1)
+    is_of_SB = batch["source_B"] == torch.arange(num_sources)[:, None]
+    columns_B2 = torch.stack([nats_B, tokens_B.to(nats_B)], dim=1)
+    return is_of_SB.to(columns_B2) @ columns_B2
 
 
 def move_to_device(batch: TrainBatch, device: torch.device) -> dict[str, torch.Tensor]:

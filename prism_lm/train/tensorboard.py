@@ -10,6 +10,18 @@ from typing import Any
 import torch
 
 METRICS_NAME = "metrics.jsonl"
+SHOWN = {
+    "train/loss_nats": "loss {:.4f}",
+    "validation/loss_nats": "validation {:.4f}",
+    "optim/learning_rate": "lr {:.2e}",
+    "optim/grad_norm": "grad {:.3f}",
+    "speed/tokens_per_s": "{:,.0f} tokens/s",
+    "speed/mfu_pct": "MFU {:.1f}%",
+    "speed/data_wait_pct": "data wait {:.1f}%",
+    "speed/slowest_over_median": "slowest rank {:.2f}x",
+    "memory/peak_gib": "{:.1f} GiB",
+}
+"What stands on the console, by tag."
 
 
 class Recorder:
@@ -60,7 +72,8 @@ class Recorder:
             self._board.add_scalar(tag, value, step)
         for tag, values in (histograms or {}).items():
             self._board.add_histogram(tag, values, step)
-        print(format_line(step, self._total_steps, figures), flush=True)
+        if SHOWN.keys() & figures.keys():
+            print(format_line(step, self._total_steps, figures), flush=True)
 
     def _append(self, record: dict[str, Any]) -> None:
         if record["step"] != self._resumed_step:
@@ -114,20 +127,9 @@ def _replace(path: Path, lines: list[str]) -> None:
 
 def format_line(step: int, total_steps: int, figures: Mapping[str, float]) -> str:
     """The console line of a step; figures that are absent are left out."""
-    shown = {
-        "train/loss_nats": "loss {:.4f}",
-        "validation/loss_nats": "validation {:.4f}",
-        "optim/learning_rate": "lr {:.2e}",
-        "optim/grad_norm": "grad {:.3f}",
-        "speed/tokens_per_s": "{:,.0f} tokens/s",
-        "speed/mfu_pct": "MFU {:.1f}%",
-        "speed/data_wait_pct": "data wait {:.1f}%",
-        "speed/slowest_over_median": "slowest rank {:.2f}x",
-        "memory/peak_gib": "{:.1f} GiB",
-    }
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
-    parts += [text.format(figures[tag]) for tag, text in shown.items() if tag in figures]
+    parts += [text.format(figures[tag]) for tag, text in SHOWN.items() if tag in figures]
     if "speed/eta_s" in figures:
         parts.append(f"ETA {format_duration(figures['speed/eta_s'])}")
     return "  ".join(parts)

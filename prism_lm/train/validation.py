@@ -1,19 +1,31 @@
 """Validation passes: the same rows each time, given up by all ranks at one place when any is asked to stop."""
 
+import re
 from collections.abc import Iterator
 from itertools import islice
 from typing import Literal
 
 from prism_lm.parallel.collectives import RunFailed, iterate_together, sum_integers
 from prism_lm.train.session import Session
-from prism_lm.train.step import TrainBatch, compute_validation_loss
+from prism_lm.train.step import TrainBatch, compute_validation_losses
 from prism_lm.train.waiting import STOPPED, Wait, iterate_interruptibly
 
 
-def evaluate(session: Session) -> float | None:
-    """Mean nats over the first train.eval_rows validation rows over all ranks, with 0 over all; None where any rank was
-    asked to stop. Errors are raised on all ranks."""
-    return compute_validation_loss(session.engine, open_pass(session))
+def evaluate(session: Session) -> dict[str, float] | None:
+    """Mean nats over the first train.eval_rows validation rows over all ranks, with 0 over all, as figures: of all rows
+    and, where they are of several sources, of each source's that has any. None where any rank was asked to stop. Errors
+    are raised on all ranks."""
+    sources = session.run.validation_sources if len(session.run.validation_sources) > 1 else ()
+    losses = compute_validation_losses(session.engine, open_pass(session), num_sources=max(1, len(sources)))
+    if losses is None:
+        return None
+    tags = ["validation/loss_nats", *(name_figure(source) for source in sources)]
+    return {tag: loss for tag, loss in zip(tags, losses, strict=True) if loss is not None}
+
+
+def name_figure(source: str) -> str:
+    """The tag of a source's validation loss; what may not stand in a tag becomes `_`."""
+    return f"validation/{re.sub(r'[^A-Za-z0-9_.-]', '_', source)}/loss_nats"
 
 
 def open_pass(session: Session) -> Iterator[TrainBatch | None]:

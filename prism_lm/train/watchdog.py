@@ -65,6 +65,10 @@ class Watchdog:
         self._phase, self._begun_s = phase, self._clock.read()
         self._presence.begin_phase(phase)
 
+    def touch(self) -> None:
+        """The phase goes on; it counts as begun now, for this rank alone."""
+        self._begun_s = self._clock.read()
+
     def finish(self) -> None:
         """The run has saved what it will save, and ends: a further stop signal changes nothing any more. A launcher
         sends one to the ranks that are left as soon as the first has ended."""

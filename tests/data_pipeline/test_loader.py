@@ -16,6 +16,7 @@ from data_pipeline.batch import Batch, RowSlice
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import DataError
 from data_pipeline.loader import FailureNote, Loader, build_loader, count_local_ranks, plan_workers
+from data_pipeline.mixture import apportion
 from data_pipeline.synthetic import write_synthetic_dataset
 
 
@@ -83,10 +84,27 @@ def test_group_of_processes_reads_slices_of_the_rows_of_its_data_rank(small, cac
         parts = [take(load(small, cache_dir, rank=rank, row_slice=part, **keys), 3) for part in slices]
         assert whole and {len(part) for part in parts} == {len(whole)}
         for number, batch in enumerate(whole):
-            assert all(part[number]["row_hash_B"].equal(batch["row_hash_B"]) for part in parts)
-            for name in batch.keys() - {"row_hash_B"}:
+            of_rows = {"row_hash_B", "source_B"}
+            assert all(part[number][name].equal(batch[name]) for part in parts for name in of_rows)
+            for name in batch.keys() - of_rows:
                 assert torch.cat([part[number][name] for part in parts], dim=1).equal(batch[name])
         assert len({json.dumps(load(small, cache_dir, row_slice=part).state_dict()) for part in slices}) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_of_a_limited_pass_name_their_sources_and_are_the_same_for_all_ranks(small, cache_dir, workers) -> None:
+    keys = {"split": "validation", "endless": False, "micro_batch_rows": 2}
+    loader = load(small, cache_dir, **keys)
+    held = [source.rows for source in loader.manifest.sources("validation").values()]
+    first_of_second = as_rows([*loader])[held[0]]
+    limit = sum(held) - 1
+    for world_size in (1, 2, 4):
+        keys |= {"world_size": world_size, "limit_rows": limit, "data": {"workers": workers}}
+        batches = [batch for rank in range(world_size) for batch in load(small, cache_dir, rank=rank, **keys)]
+        sources = torch.cat([batch["source_B"] for batch in batches]).tolist()
+        share = apportion(limit, {"0": held[0], "1": held[1]})
+        assert Counter(sources) == Counter({0: share["0"], 1: share["1"], -1: len(sources) - limit})
+        assert dict(zip(as_rows(batches), sources, strict=True))[first_of_second] == 1
 
 
 def test_nodes_are_counted_in_data_ranks(monkeypatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_pipeline.mixture import compute_quotas, select_spans
+from data_pipeline.mixture import apportion, compute_quotas, select_spans
 
 rows_by_source = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 5000), min_size=1)
 shard_rows = st.lists(st.integers(1, 30), min_size=1, max_size=8)
@@ -51,3 +51,12 @@ def test_epochs_together_repeat_no_row_before_all_were_read(sizes, quota, epochs
         seen.update(row for first, last in chosen for row in range(first, last))
     times = [seen[row] for row in range(ends[-1])]
     assert max(times) - min(times) <= 1
+
+
+@given(rows=rows_by_source, data=st.data())
+def test_limited_rows_are_shared_to_one_row_and_no_source_gives_more_than_it_has(rows, data) -> None:
+    limit = data.draw(st.integers(1, sum(rows.values())))
+    quotas = apportion(limit, rows)
+    assert sum(quotas.values()) == limit and set(quotas) == set(rows)
+    for source, quota in quotas.items():
+        assert quota <= rows[source] and abs(quota - limit * rows[source] / sum(rows.values())) < 1.0

@@ -45,6 +45,12 @@ def test_weights_set_the_share_of_each_source_in_an_epoch() -> None:
     assert len(rows) == 150 and (rows < 100).sum() in (37, 38)
 
 
+@pytest.mark.parametrize(("limit_rows", "rows"), [(0, [*range(8)]), (4, [0, 1, 2, 6]), (1, [0]), (9, [*range(8)])])
+def test_limited_order_takes_the_first_rows_of_every_source_by_its_share(limit_rows: int, rows: list[int]) -> None:
+    order = RowOrder(shard_rows={"a": (4, 2), "b": (2,)}, shuffle=False, limit_rows=limit_rows)
+    assert order.compute_epoch(0).tolist() == rows and order.epoch_rows() == len(rows)
+
+
 def make_grid(world_size: int, micro: int, global_rows: int, epoch_rows: int, **keys: Any) -> BatchGrid:
     keys = {"ranks_per_node": world_size, "endless": True, **keys}
     return BatchGrid(

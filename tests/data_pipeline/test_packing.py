@@ -31,7 +31,7 @@ def test_every_token_is_in_the_rows_once_and_in_order(documents, row_tokens) -> 
 @given(documents=documents_of_pieces, row_tokens=st.integers(1, 40))
 def test_labels_are_each_documents_next_tokens_and_starts_its_first(documents, row_tokens) -> None:
     rows = pack(documents, row_tokens)
-    batch = build_batch(rows, batch_rows=len(rows) + 1, row_tokens=row_tokens, bos_id=BOS)
+    batch = build_batch(rows, [0] * len(rows), batch_rows=len(rows) + 1, row_tokens=row_tokens, bos_id=BOS)
     labels, inputs = batch["labels_BT"].flatten(), batch["input_ids_BT"].flatten()
     expected = [token for pieces in documents for token in (*pieces, EOS)]
     assert labels[labels != IGNORED_LABEL].tolist() == expected
@@ -44,15 +44,15 @@ def test_labels_are_each_documents_next_tokens_and_starts_its_first(documents, r
 
 def test_a_row_that_begins_inside_a_document_marks_no_start() -> None:
     rows = pack([[10, 11, 12, 13, 14, 15]], row_tokens=4)
-    batch = build_batch(rows, batch_rows=2, row_tokens=4, bos_id=BOS)
+    batch = build_batch(rows, [0] * len(rows), batch_rows=2, row_tokens=4, bos_id=BOS)
     assert batch["document_start_BT"].tolist() == [[True, False, False, False], [False, False, False, False]]
     assert batch["labels_BT"].tolist() == [[10, 11, 12, 13], [14, 15, EOS, IGNORED_LABEL]]
 
 
 def test_the_batch_has_the_dtypes_written_down() -> None:
-    batch = build_batch([], batch_rows=2, row_tokens=4, bos_id=BOS)
+    batch = build_batch([], [], batch_rows=2, row_tokens=4, bos_id=BOS)
     assert {key: value.dtype for key, value in batch.items()} == BATCH_DTYPES
-    assert batch.pop("row_hash_B").shape == (2,)
+    assert batch.pop("row_hash_B").shape == batch.pop("source_B").shape == (2,)
     assert all(value.shape == (2, 4) and value.is_contiguous() for value in batch.values())
 
 

@@ -68,7 +68,8 @@ def test_one_other_token_changes_the_hash_of_its_step(rows: list[list[int]], dat
 
 def hash_stored(rows: list[list[int]]) -> torch.Tensor:
     stored = [np.array(row, dtype=np.uint16) for row in rows]
-    return build_batch(stored, batch_rows=len(rows), row_tokens=len(rows[0]) - 1, bos_id=1)["row_hash_B"]
+    size = {"batch_rows": len(rows), "row_tokens": len(rows[0]) - 1}
+    return build_batch(stored, [0] * len(rows), **size, bos_id=1)["row_hash_B"]
 
 
 def train_cut(folder: str, settings: dict[str, Any], sequence_degree: int) -> str:

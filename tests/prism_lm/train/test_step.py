@@ -16,7 +16,7 @@ from prism_lm.train.schedule import ScheduleConfig
 from prism_lm.train.step import (
     StepResult,
     TrainBatch,
-    compute_validation_loss,
+    compute_validation_losses,
     count_valid_tokens,
     move_to_device,
     train_step,
@@ -138,13 +138,33 @@ class CountingEngine:
 def test_validation_pass_ends_without_a_figure_at_the_none_among_its_batches() -> None:
     batch: TrainBatch = next(iter(ListLoader(Ranks(), global_rows=2, micro_rows=1)))
     engine = CountingEngine()
-    assert compute_validation_loss(engine, [batch, None, batch]) is None
+    assert compute_validation_losses(engine, [batch, None, batch]) is None
     assert engine.evaluated == 1
-    assert compute_validation_loss(engine, [batch, batch]) == pytest.approx(6.0 / count_valid_tokens([batch]))
-    assert math.isnan(compute_validation_loss(engine, []) or 0.0)
+    assert compute_validation_losses(engine, [batch, batch]) == pytest.approx([6.0 / count_valid_tokens([batch])])
+    assert compute_validation_losses(engine, []) == [None]
 
 
-def test_hash_of_the_rows_stays_on_the_host() -> None:
+class TokenEngine(CountingEngine):
+    """Each token's loss is its own number, where it has one."""
+
+    def evaluate_token_losses(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.evaluated += 1
+        return torch.where(batch["labels_BT"] == -100, 0, batch["input_ids_BT"]).float()
+
+
+def test_each_sources_tokens_are_averaged_over_its_own_and_padding_belongs_to_none() -> None:
+    tokens = torch.tensor([[2, 4], [10, 30], [6, 0], [0, 0]])
+    labels = torch.tensor([[1, 1], [1, 1], [1, -100], [-100, -100]])
+    rows = {"document_start_BT": tokens > 99, "row_hash_B": tokens[:, 0], "source_B": torch.tensor([0, 2, 0, -1])}
+    batch = TrainBatch(input_ids_BT=tokens, labels_BT=labels, **rows)
+    engine = TokenEngine()
+    assert compute_validation_losses(engine, [batch, batch], num_sources=4) == [52 / 5, 4.0, None, 20.0, None]
+    assert engine.evaluated == 2
+    assert compute_validation_losses(engine, [batch, None], num_sources=4) is None
+
+
+def test_what_a_batch_says_about_its_rows_stays_on_the_host() -> None:
     batch: TrainBatch = next(iter(ListLoader(Ranks(), global_rows=2, micro_rows=1)))
-    assert "row_hash_B" in batch
-    assert move_to_device(batch, torch.device("cpu")).keys() == batch.keys() - {"row_hash_B"}
+    of_rows = {"row_hash_B", "source_B"}
+    assert of_rows < batch.keys()
+    assert move_to_device(batch, torch.device("cpu")).keys() == batch.keys() - of_rows

@@ -10,7 +10,7 @@ from prism_lm.parallel.mesh import Ranks
 from prism_lm.train.config import TrainConfig
 from prism_lm.train.session import Session
 from prism_lm.train.state import TrainState
-from prism_lm.train.validation import open_pass
+from prism_lm.train.validation import name_figure, open_pass
 from tests.harness import ListLoader
 
 
@@ -68,3 +68,8 @@ def test_split_without_rows_is_refused_with_the_remedy() -> None:
 
     with pytest.raises(RunFailed, match=r"the validation loader has no rows; set train\.eval_every_steps=0"):
         list(open_pass(build_session(EmptyLoader(), 0)))
+
+
+def test_name_of_a_source_makes_a_tag_of_one_more_level() -> None:
+    assert name_figure("RedPajamaC4") == "validation/RedPajamaC4/loss_nats"
+    assert name_figure("my books: ä/1") == "validation/my_books____1/loss_nats"

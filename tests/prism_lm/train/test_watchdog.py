@@ -53,6 +53,22 @@ def test_rank_that_hangs_is_named_and_every_rank_leaves_its_stacks(tmp_path: Pat
     assert behind.startswith("rank 1 (") and "rank 0" not in behind and "sleep_for_ever" in behind
 
 
+def score_long(guard: Guard, stop: StopSignal) -> str:
+    guard.watchdog.beat("tasks of step 1")
+    for _ in range(12):
+        time.sleep(0.5)
+        guard.watchdog.touch()
+    return "went on"
+
+
+def score_in(folder: str, limits: dict[str, float]) -> Any:
+    return run_guarded(Path(folder), score_long, **limits)
+
+
+def test_phase_that_is_seen_to_go_on_is_no_hang_however_long(tmp_path: Path) -> None:
+    assert run_on(1, score_in, str(tmp_path), {"hang_timeout_s": 3.0}) == ["went on"]
+
+
 def work_briefly_at_rank_1(guard: Guard, stop: StopSignal) -> None:
     guard.watchdog.beat("step 1")
     sum_integers([1])
