@@ -149,7 +149,7 @@ def _add_task_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-fewshot", type=int, metavar="N", help=words)
     words = "tokens that a row is cut to (default: the suite's or the run's data.row_tokens)"
     group.add_argument("--max-length", type=int, metavar="N", help=words)
-    words = "tokens read at once, padding counted; less takes less memory (default 8192)"
+    words = "tokens read at once, padding counted; less takes less memory (default 65536 on CUDA, 8192 on a CPU)"
     group.add_argument("--batch-tokens", type=int, metavar="N", help=words)
     group.add_argument("--log-samples", action="store_true", help="keep every document, prompt and answer")
     words = "add error bars, where a formula gives none from N resamplings (default: no error bars)"

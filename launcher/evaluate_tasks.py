@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import torch
     from lm_eval.tasks import TaskManager
 
-BATCH_TOKENS = 8192
+BATCH_TOKENS = {"cuda": 65536, "cpu": 8192}
+"Read at once by default, by the type of device."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class TaskRequest:
     limit: int | None = None
     num_fewshot: int | None = None
     max_length_tokens: int | None = None
-    batch_tokens: int = BATCH_TOKENS
+    batch_tokens: int | None = None
     bootstrap_iters: int = 0
     log_samples: bool = False
     kernels: Kernels = "auto"
@@ -58,7 +59,7 @@ def read_request(parsed: argparse.Namespace) -> TaskRequest:
         limit=parsed.limit,
         num_fewshot=suite.num_fewshot if suite and parsed.num_fewshot is None else parsed.num_fewshot,
         max_length_tokens=suite.max_length_tokens if suite and parsed.max_length is None else parsed.max_length,
-        batch_tokens=parsed.batch_tokens or BATCH_TOKENS,
+        batch_tokens=parsed.batch_tokens,
         bootstrap_iters=parsed.bootstrap_iters or 0,
         log_samples=parsed.log_samples,
         kernels=parsed.kernels,
@@ -153,7 +154,7 @@ def _score(
         trained.model,
         run.tokenizer,
         max_length_tokens=evaluation.max_length_tokens,
-        batch_tokens=request.batch_tokens,
+        batch_tokens=request.batch_tokens or BATCH_TOKENS[run.device.type],
         ranks=ranks,
         progress=ProgressLine(sys.stderr if ranks.is_main else None),
         info=evaluation.describe_model(),

@@ -104,9 +104,13 @@ def _read_share(
 
 
 @torch.no_grad()
-def measure_budget(model: LanguageModel, batch_tokens: int, *, state_bytes: int = STATE_BYTES) -> Budget:
-    """The budget with the size of this model's state, found by reading two tokens."""
+def measure_budget(model: LanguageModel, batch_tokens: int, *, state_bytes: int | None = None) -> Budget:
+    """The budget with the size of this model's state, found by reading two tokens. state_bytes None: an eighth of a
+    GPU's memory, which may hold the states of a batch thrice, or STATE_BYTES."""
     device = next(model.parameters()).device
+    if state_bytes is None:
+        is_gpu = device.type == "cuda"
+        state_bytes = torch.cuda.get_device_properties(device).total_memory // 8 if is_gpu else STATE_BYTES
     one, two = (
         model.read(torch.zeros(1, num_tokens, dtype=torch.int64, device=device))[1].num_bytes() for num_tokens in (1, 2)
     )
