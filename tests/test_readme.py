@@ -38,6 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "texts").mkdir()
     for number, file in enumerate(sorted((ROOT / "kernels").rglob("*.py"))):
         (folder / "texts" / f"{number}.txt").write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
+    (folder / "prompts.txt").write_text("It was\nAnd then\n", encoding="utf-8")
     return folder
 
 
@@ -55,6 +56,13 @@ def test_every_command_of_the_readme_runs_to_its_end_in_order(folder: Path) -> N
     for words in commands:
         done = run_command(words, folder)
         assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_python_of_the_readme_runs_after_its_commands(folder: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 1 and (folder / "exported/tiny").is_dir()
+    done = subprocess.run([sys.executable, "-c", blocks[0]], cwd=folder, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and "It was" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def test_every_size_of_the_readme_is_what_the_cost_model_says() -> None:
