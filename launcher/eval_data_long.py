@@ -151,11 +151,22 @@ def read_long_documents(folder: Path, scratch: Path) -> list[dict[str, str]]:
     """The text files in `folder`, one document each; where there are none, the demo's texts joined to long ones."""
     given = sorted(folder.glob("*.txt"))
     if given:
-        return [{"text": file.read_text(encoding="utf-8")} for file in given]
+        return [{"text": read_given_text(file)} for file in given]
     sources = fetch_demo_text(scratch / "text")
     texts = (file.read_text(encoding="utf-8") for source in sources.values() for file in sorted(source.iterdir()))
     joined = list(_join_texts(texts))
     return [{"text": text} for text in _take_evenly(joined, NUM_LONG_DOCUMENTS)]
+
+
+def read_given_text(file: Path) -> str:
+    """The text of a file that the user put there. Raises ValueError for one that is empty or not UTF-8."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} must be UTF-8 text ({error.reason}); write it so, or take it away") from error
+    if not text.strip():
+        raise ValueError(f"{file} must not be empty; put the text there, or take the file away")
+    return text
 
 
 def _join_texts(texts: Iterable[str]) -> Iterator[str]:

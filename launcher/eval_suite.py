@@ -59,6 +59,8 @@ class Suite:
 
 def read_suite(path: str | Path) -> Suite:
     """The suite in a YAML file; the shipped ones are in configs/eval/. Raises ValueError for what breaks a rule."""
+    if not Path(path).is_file():
+        raise ValueError(f"--suite={path} must be an existing YAML file; the shipped ones are in configs/eval/")
     suite = load_config(Suite, path)
     return suite if suite.name else replace(suite, name=Path(path).stem)
 
@@ -67,14 +69,15 @@ def build_task_manager(names: Sequence[str], include_paths: Sequence[Path] = ())
     """lm-eval's index of the tasks in `include_paths`, and of the thousands it ships only if a name needs them (20 s).
 
     Where every name is local the process goes offline for Hugging Face, so that nothing waits for a network.
-    Raises ValueError for a folder that is not there and for a name that is nowhere.
+    Raises ValueError for a folder that is not there, a file in it that cannot be read and a name that is nowhere.
     """
     for folder in include_paths:
         if not folder.is_dir():
             raise ValueError(f"--task-data={folder} must be an existing folder; prism evaluate --fetch-data makes one")
     copies = tempfile.TemporaryDirectory(prefix="prism_tasks_")
     local = [_resolve_folder(folder, Path(copies.name) / str(index)) for index, folder in enumerate(include_paths)]
-    if set(names) <= set(_read_local_names(local)):
+    local_names = set(_read_local_names(local))
+    if set(names) <= local_names:
         go_offline()
     import datasets
     from lm_eval.tasks import TaskManager
@@ -82,6 +85,8 @@ def build_task_manager(names: Sequence[str], include_paths: Sequence[Path] = ())
     datasets.disable_progress_bars()
 
     manager = TaskManager(include_path=list(local), include_defaults=False)
+    if unread := sorted(local_names & set(names) - set(manager.all_tasks)):
+        raise ValueError(f"task {unread[0]} must have a YAML that lm-eval can read; look for a slip in its file")
     if not set(names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=list(local))
     weakref.finalize(manager, copies.cleanup)
@@ -152,7 +157,7 @@ def _resolve_folder(folder: Path, copy: Path) -> Path:
     """The folder itself, or where a YAML has placeholders a copy of its YAML and Python files without them."""
     folder = folder.resolve()
     definitions = [file for pattern in ("*.yaml", "*.py") for file in sorted(folder.rglob(pattern))]
-    if not any(PLACEHOLDER.search(file.read_text(encoding="utf-8")) for file in definitions if file.suffix == ".yaml"):
+    if not any(PLACEHOLDER.search(_read_definition(file)) for file in definitions if file.suffix == ".yaml"):
         return folder
     for file in definitions:
         resolved = copy / file.relative_to(folder)
@@ -167,7 +172,7 @@ def _resolve_folder(folder: Path, copy: Path) -> Path:
 def _fill_placeholders(file: Path) -> str:
     """Text of the YAML with real paths. Raises ValueError where the installed lm-eval lacks the task it includes."""
     folders = {"task_folder": file.parent, "stock_tasks": _find_stock_tasks()}
-    filled = PLACEHOLDER.sub(lambda found: str(folders[found[1]]), file.read_text(encoding="utf-8"))
+    filled = PLACEHOLDER.sub(lambda found: str(folders[found[1]]), _read_definition(file))
     for included in re.findall(r"^include:\s*(/.*?)\s*$", filled, re.MULTILINE):
         if not Path(included).is_file():
             raise ValueError(
@@ -189,9 +194,14 @@ def _find_stock_tasks() -> Path:
 def _read_local_names(folders: Sequence[Path]) -> Iterator[str]:
     for folder in folders:
         for file in folder.rglob("*.yaml"):
-            yield from re.findall(
-                r"^(?:task|group):\s*['\"]?([\w.:-]+)", file.read_text(encoding="utf-8"), re.MULTILINE
-            )
+            yield from re.findall(r"^(?:task|group):\s*['\"]?([\w.:-]+)", _read_definition(file), re.MULTILINE)
+
+
+def _read_definition(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} must be a text file that can be read ({error}); mend it, or take it away") from error
 
 
 def _check_names(names: Sequence[str], known: Sequence[str]) -> None:

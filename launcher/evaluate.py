@@ -1,8 +1,9 @@
 """`prism evaluate RUN`: how well a run's newest checkpoint does, in bits per byte or on tasks.
 
-As it stands: bits per byte, loss and perplexity on a held-out split. With --tasks or --suite: the tasks of EleutherAI's
-lm-eval, scored without leaving the run's own format. Printed and kept in RUN/evaluations/, a JSON file for a split, a
-step and a data set, a folder for tasks and a step; what is there is not redone.
+As it stands: bits per byte, loss and perplexity on a held-out split, and of each of its sources where it has several.
+With --tasks or --suite: the tasks of EleutherAI's lm-eval, scored without leaving the run's own format. Printed and
+kept in RUN/evaluations/, a JSON file for a split, a step and a data set, a folder for tasks and a step; what is there
+is not redone.
 
 Several GPUs share a split's rows, which may be too long for one, or the tasks' requests:
 `torchrun --nproc-per-node N -m launcher evaluate RUN`. Data of tasks for machines without a network:
@@ -13,7 +14,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -114,11 +115,17 @@ def _spell(name: str) -> str:
 
 
 def print_figures(figures: dict[str, Any]) -> None:
-    """One line for a terminal."""
-    print(
-        f"step {figures['step']}  {figures['split']}  {figures['bits_per_byte']:.4f} bits/byte  "
-        f"{figures['loss_nats']:.4f} nats/token  perplexity {figures['perplexity']:.2f}  "
-        f"({figures['num_tokens']:,} tokens, {figures['num_bytes']:,} bytes)"
+    """A line for a terminal, and one more for each source where the split has several."""
+    print(f"step {figures['step']}  {figures['split']}  {_spell_score(figures)}")
+    sources: dict[str, dict[str, float]] = figures.get("sources", {})
+    for name, score in sources.items():
+        print(f"  {name:<{max(map(len, sources))}}  {_spell_score(score)}")
+
+
+def _spell_score(score: Mapping[str, float]) -> str:
+    return (
+        f"{score['bits_per_byte']:.4f} bits/byte  {score['loss_nats']:.4f} nats/token  "
+        f"perplexity {score['perplexity']:.2f}  ({score['num_tokens']:,} tokens, {score['num_bytes']:,} bytes)"
     )
 
 
@@ -190,8 +197,9 @@ def evaluate_run(
         if figures is not None:
             return figures
         started = time.perf_counter()
-        score = _score_split(run, config, split, micro_batch_rows or config.train.micro_batch_rows, ranks)
-    figures = {**identity, **describe_score(score), "wall_s": time.perf_counter() - started}
+        names = list(manifest.sources(split))
+        parts = _score_sources(run, config, split, micro_batch_rows or config.train.micro_batch_rows, ranks, names)
+    figures = {**identity, **describe_parts(parts), "wall_s": time.perf_counter() - started}
     if ranks.is_main:
         write_figures(file, figures)
     return figures
@@ -221,17 +229,33 @@ def describe_score(score: "Score") -> dict[str, float]:
     }
 
 
-def _score_split(run: "SavedRun", config: "RunConfig", split: "Split", micro_batch_rows: int, ranks: Ranks) -> "Score":
+def describe_parts(parts: Mapping[str, "Score"]) -> dict[str, Any]:
+    """The score of all sources together and, where there are several, of each that has a token, under `sources`.
+    Raises ValueError for no token at all."""
+    from prism_lm.eval.perplexity import add_scores
+
+    whole = describe_score(add_scores(parts.values()))
+    if len(parts) == 1:
+        return {**whole}
+    return {**whole, "sources": {name: describe_score(part) for name, part in parts.items() if part.num_tokens}}
+
+
+def _score_sources(
+    run: "SavedRun", config: "RunConfig", split: "Split", micro_batch_rows: int, ranks: Ranks, names: Sequence[str]
+) -> dict[str, "Score"]:
+    """The score of each source of the split, by its name."""
     import torch
 
     from data_pipeline.tokenizer import compute_token_bytes
     from launcher.run_data import open_one_pass
     from launcher.trained_run import load_model
-    from prism_lm.eval.perplexity import score_batches
+    from prism_lm.eval.perplexity import score_sources
     from prism_lm.parallel.apply import apply_to_operators
     from prism_lm.parallel.collectives import call_together
 
     batches = call_together(lambda: open_one_pass(config, split=split, micro_batch_rows=micro_batch_rows, ranks=ranks))
     operators = apply_to_operators(run.operators, ranks)
     trained = call_together(lambda: load_model(run, operators))
-    return score_batches(trained.model, batches, torch.from_numpy(compute_token_bytes(run.tokenizer)), run.device)
+    token_bytes_V = torch.from_numpy(compute_token_bytes(run.tokenizer))
+    scores = score_sources(trained.model, batches, token_bytes_V, run.device, num_sources=len(names))
+    return dict(zip(names, scores, strict=True))

@@ -5,9 +5,11 @@ RUN/evaluations/tasks_step_<n>[_<suite>]/ appears whole or not at all: results.j
 
 import hashlib
 import json
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +36,12 @@ class Evaluation:
     max_length_tokens: int
     precision: str
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, Any]:
-        """All that makes a difference, as it stands in results.json; where the run folder lies makes none."""
-        return {name: value for name, value in asdict(self).items() if name != "run_dir"}
+        """All that makes a difference, as it stands in results.json: the tasks' files as they are when first asked for;
+        where the run folder lies makes none."""
+        held = {name: value for name, value in asdict(self).items() if name != "run_dir"}
+        return {**held, "task_files": hash_files(map(Path, self.task_data))}
 
     @property
     def folders(self) -> list[Path]:
@@ -58,11 +62,22 @@ class Evaluation:
         return {"run": str(self.run_dir), "step": self.step, "tokens": self.tokens}
 
 
+def hash_files(folders: Iterable[Path]) -> str:
+    """Of the names and contents of every file below the folders, but what Python leaves there."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for file in sorted(file for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc"):
+            digest.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode(errors="surrogateescape"))
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def find_finished(evaluation: Evaluation, *, with_samples: bool) -> Path | None:
     """The folder that holds these results already, with samples where they are wanted."""
     for folder in evaluation.folders:
         settings = _read_settings(folder)
-        if settings == evaluation.settings and (not with_samples or any(folder.glob("samples_*.jsonl"))):
+        is_whole = (folder / TABLE_NAME).is_file() and (not with_samples or any(folder.glob("samples_*.jsonl")))
+        if settings == evaluation.settings and is_whole:
             return folder
     return None
 
@@ -84,7 +99,7 @@ def write_evaluation(evaluation: Evaluation, results: Mapping[str, Any]) -> Path
     """Write the folder of results and return it; other results of that step stay as they are."""
     plain, named = evaluation.folders
     folder = named if plain.exists() and _read_settings(plain) not in (None, evaluation.settings) else plain
-    beside = folder.with_name(f".{folder.name}.partial")
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
     samples: Mapping[str, Sequence[Mapping[str, Any]]] = results.get("samples", {})

@@ -1,4 +1,5 @@
-"""lm-eval's tasks for the training loop: everything that can be wrong with them is found before the run starts."""
+"""lm-eval's tasks for the training loop: what can be wrong with them is found before the run starts, all but an answer
+longer than a row."""
 
 import importlib.util
 import re
@@ -24,7 +25,8 @@ def open_task_scorer(config: RunConfig, operators: Operators, ranks: Ranks) -> "
     """The scorer of train.tasks, its tasks and their data loaded; None where none are scored. `operators` read whole
     rows.
 
-    Raises ValueError for a task that is unknown or whose data are missing, and where lm-eval is not installed.
+    Raises ValueError for a task that is unknown, whose data are missing or whose texts do not fit a row, and where
+    lm-eval is not installed.
     """
     tasks = config.train.tasks
     if not tasks.every_steps:
@@ -39,7 +41,12 @@ def open_task_scorer(config: RunConfig, operators: Operators, ranks: Ranks) -> "
         operators=operators,
         ranks=Ranks(rank=ranks.rank, local_rank=ranks.local_rank, world_size=ranks.world_size),
         tokenizer=Tokenizer(read_tokenizer(config), name="tokenizer.model"),
-        tasks=load_tasks(tasks.names, [Path(folder) for folder in tasks.data], num_fewshot=tasks.num_fewshot),
+        tasks=load_tasks(
+            tasks.names,
+            [Path(folder) for folder in tasks.data],
+            num_fewshot=tasks.num_fewshot,
+            row_tokens=config.data.row_tokens,
+        ),
     )
 
 
@@ -57,9 +64,12 @@ class LoadedTasks:
         return self._loaded
 
 
-def load_tasks(names: Sequence[str], folders: Sequence[Path], *, num_fewshot: int | None) -> LoadedTasks:
+def load_tasks(
+    names: Sequence[str], folders: Sequence[Path], *, num_fewshot: int | None, row_tokens: int
+) -> LoadedTasks:
     """The tasks with their data. Raises ValueError, in the words of the keys of train.tasks."""
     from launcher.eval_suite import build_task_manager, explain_task_failure, refuse_leaking_examples
+    from prism_lm.eval.lm_eval_adapter import check_generation
 
     try:
         manager = build_task_manager(names, folders)
@@ -67,6 +77,7 @@ def load_tasks(names: Sequence[str], folders: Sequence[Path], *, num_fewshot: in
             _load_alone(manager, name, explain_task_failure)
         loaded = LoadedTasks(manager, names)
         refuse_leaking_examples(loaded.tasks, num_fewshot)
+        check_generation(loaded.tasks, row_tokens)
     except ValueError as error:
         raise ValueError(_spell_keys(str(error))) from error
     return loaded
@@ -86,6 +97,7 @@ def _load_alone(manager: "TaskManager", name: str, explain: Callable[[str, BaseE
 def _spell_keys(text: str) -> str:
     """What `prism evaluate` is told by options, training is told by keys."""
     text = text.replace("--task-data FOLDER", "train.tasks.data=[FOLDER]").replace("--task-data", "train.tasks.data")
+    text = text.replace("max_length_tokens=", "data.row_tokens=")
     return re.sub(r"(?<![\w.])num_fewshot=", "train.tasks.num_fewshot=", text)
 
 
@@ -120,6 +132,7 @@ class _Scorer:
             cast("TaskManager", self.tasks),
             num_fewshot=tasks.num_fewshot,
             limit=tasks.limit_documents or None,
+            describes_machine=False,
         )
         return read_metrics(results)
 

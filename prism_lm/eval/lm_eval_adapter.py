@@ -14,6 +14,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import lru_cache, partial
 from numbers import Real
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -137,34 +138,46 @@ class PrismLM(TemplateLM):
         prompts: list[Prompt] = []
         for request in requests:
             context, generation_kwargs = cast(tuple[str, dict[str, Any]], request.args)
-            settings = self._read_settings(generation_kwargs)
+            settings = read_settings(generation_kwargs, self.max_length)
             tokens = self.tok_encode(context)[-(self.max_length - settings.max_new_tokens) :]
             # Repeats of a request draw other numbers; which ones does not depend on the requests around it.
             prompts.append(Prompt(tokens, settings, seed=zlib.crc32(context.encode()) + seen[context]))
             seen[context] += 1
         return self._generate(prompts)
 
-    def _read_settings(self, generation_kwargs: dict[str, Any]) -> Settings:
-        """Raises ValueError for what this model cannot do."""
-        kwargs: dict[str, Any] = dict(normalize_gen_kwargs(generation_kwargs, DEFAULT_NEW_TOKENS))
-        unknown = sorted(kwargs.keys() - GENERATION_KEYS)
-        if unknown:
-            raise ValueError(
-                f"generation_kwargs.{unknown[0]}={kwargs[unknown[0]]} must be one of "
-                f"{', '.join(sorted(GENERATION_KEYS))}; take it out of the task's YAML"
-            )
-        if kwargs["max_gen_toks"] >= self.max_length:
-            raise ValueError(
-                f"max_gen_toks={kwargs['max_gen_toks']} must be below max_length_tokens={self.max_length}, so that "
-                "some of the context fits before the new tokens; use a larger length"
-            )
-        return Settings(
-            max_new_tokens=kwargs["max_gen_toks"],
-            until=tuple(kwargs["until"]),
-            temperature=float(kwargs.get("temperature", 0.0)) if kwargs["do_sample"] else 0.0,
-            top_k=int(kwargs.get("top_k", 0)),
-            top_p=float(kwargs.get("top_p", 1.0)),
+
+def read_settings(generation_kwargs: Mapping[str, Any], max_length_tokens: int) -> Settings:
+    """A task's own settings of generation. Raises ValueError for what a model of that length cannot do."""
+    kwargs: dict[str, Any] = dict(normalize_gen_kwargs(dict(generation_kwargs), DEFAULT_NEW_TOKENS))
+    unknown = sorted(kwargs.keys() - GENERATION_KEYS)
+    if unknown:
+        raise ValueError(
+            f"generation_kwargs.{unknown[0]}={kwargs[unknown[0]]} must be one of "
+            f"{', '.join(sorted(GENERATION_KEYS))}; take it out of the task's YAML"
         )
+    if not 0 < kwargs["max_gen_toks"] < max_length_tokens:
+        raise ValueError(
+            f"max_gen_toks={kwargs['max_gen_toks']} must be above 0 and below max_length_tokens={max_length_tokens}, "
+            "so that some of the context fits before the new tokens; use a larger length"
+        )
+    return Settings(
+        max_new_tokens=kwargs["max_gen_toks"],
+        until=tuple(kwargs["until"]),
+        temperature=float(kwargs.get("temperature", 0.0)) if kwargs["do_sample"] else 0.0,
+        top_k=int(kwargs.get("top_k", 0)),
+        top_p=float(kwargs.get("top_p", 1.0)),
+    )
+
+
+def check_generation(tasks: Mapping[str, Any], max_length_tokens: int) -> None:
+    """Raises ValueError, before anything is scored, where one of the loaded tasks asks for texts that a model of that
+    length cannot generate."""
+    for name, task in tasks.items():
+        if task.OUTPUT_TYPE == "generate_until":
+            try:
+                read_settings(task.config.generation_kwargs, max_length_tokens)
+            except ValueError as error:
+                raise ValueError(f"task {name}: {error}") from error
 
 
 def score_tasks(
@@ -176,16 +189,17 @@ def score_tasks(
     limit: int | float | None = None,
     log_samples: bool = False,
     bootstrap_iters: int = 0,
-    is_quiet: bool = True,
+    describes_machine: bool = True,
 ) -> dict[str, Any]:
     """The harness's whole result for those tasks, the same on every rank.
 
-    limit: documents a task, or their share below 1. bootstrap_iters 0: no error bars. The global random generators are
-    left as they were.
+    limit: documents a task, or their share below 1. bootstrap_iters 0: no error bars. describes_machine: the harness
+    adds what pip, nvidia-smi and others say, seconds in processes of their own. The global random generators are left
+    as they were.
     """
     from lm_eval.evaluator import simple_evaluate
 
-    with _keeping_generators(), _as_only_process(), quieting(is_quiet):
+    with _keeping_generators(), _as_only_process(), _describing_machine(describes_machine), quieting():
         results = simple_evaluate(
             model=lm,
             tasks=list(names),
@@ -246,14 +260,32 @@ def _as_only_process() -> Generator[None, None, None]:
 
 
 @contextmanager
-def quieting(is_quiet: bool = True) -> Generator[None, None, None]:
+def _describing_machine(is_described: bool) -> Generator[None, None, None]:
+    """Lets the harness ask other programs about the machine, or not. The commit it reads from .git itself: `git` says
+    on the terminal where there is none."""
+    from lm_eval import evaluator
+    from lm_eval.loggers.utils import get_commit_from_path
+
+    former = evaluator.add_env_info, evaluator.get_git_commit_hash
+    evaluator.get_git_commit_hash = partial(get_commit_from_path, Path.cwd())
+    if not is_described:
+        evaluator.add_env_info = _add_nothing
+    try:
+        yield
+    finally:
+        evaluator.add_env_info, evaluator.get_git_commit_hash = former
+
+
+def _add_nothing(storage: dict[str, Any]) -> None:
+    """Leaves a result as it is."""
+
+
+@contextmanager
+def quieting() -> Generator[None, None, None]:
     """Keeps the remarks and progress bars of the harness and of `datasets` from the terminal; errors are raised."""
     import datasets
     import lm_eval.api.task
 
-    if not is_quiet:
-        yield
-        return
     logger, bar, was_silent = logging.getLogger("lm_eval"), lm_eval.api.task.tqdm, datasets.are_progress_bars_disabled()
     former = logger.level
     logger.setLevel(logging.ERROR)

@@ -60,7 +60,7 @@ def score_rows(
         return []
     reader = call_together(lambda: _read_share(model, rows, batch_tokens, ranks, progress))
     parts = [part for gathered in gather_objects(reader.parts) for part in gathered]
-    reader.share.end()
+    call_together(reader.share.end)
     return _join(parts, len(rows))
 
 

@@ -37,27 +37,17 @@ class Score:
 
 
 class ScoredBatch(TypedDict):
-    """What scoring needs of a micro-batch: B rows of T tokens, int64, int64 (-100: not scored) and bool."""
+    """What scoring needs of a micro-batch: B rows of T tokens, int64, int64 (-100: not scored) and bool; and the source
+    of each row, int64, -1 for none."""
 
     input_ids_BT: Tensor
     labels_BT: Tensor
     document_start_BT: Tensor
-
-
-class SourcedBatch(ScoredBatch):
-    """The same with each row's source, int64, -1 for none."""
-
     source_B: Tensor
 
 
 class ScoredModel(Protocol):
-    """What scoring asks of a model: summed nats of the labels that count."""
-
-    def __call__(self, input_ids_BT: Tensor, document_start_BT: Tensor, labels_BT: Tensor, /) -> Tensor: ...
-
-
-class TokenModel(Protocol):
-    """What scoring of sources asks of it: the nats of each label, BT, 0 of one that does not count."""
+    """What scoring asks of a model: the nats of each label, BT, 0 of one that does not count."""
 
     def __call__(
         self, input_ids_BT: Tensor, document_start_BT: Tensor, labels_BT: Tensor, /, *, reduction: Literal["none"]
@@ -65,33 +55,15 @@ class TokenModel(Protocol):
 
 
 @torch.no_grad()
-def score_batches(
-    model: ScoredModel, batches: Iterable[ScoredBatch], token_bytes_V: Tensor, device: torch.device
-) -> Score:
-    """Score every label of the batches that is not -100, those of all processes of the run; each passes equally many.
-
-    `token_bytes_V` (int64, on the CPU) holds the bytes of text each token stands for: 0 for the document marks.
-    Raises ValueError if the batches hold no label at all; what a rank meets while reading is raised on all of them.
-    """
-    nats, num_tokens, num_bytes = 0.0, 0, 0
-    for batch in iterate_together(batches, name="the evaluated split"):
-        inputs, starts, labels = (batch[key].to(device) for key in ("input_ids_BT", "document_start_BT", "labels_BT"))
-        nats += float(model(inputs, starts, labels))
-        counted = batch["labels_BT"][batch["labels_BT"] != IGNORED_LABEL]
-        num_tokens += counted.numel()
-        num_bytes += int(token_bytes_V[counted].sum())
-    nats, num_tokens, num_bytes = sum_tensor(torch.tensor([nats, num_tokens, num_bytes], dtype=torch.float64)).tolist()
-    if num_tokens == 0:
-        raise ValueError("evaluated split must hold at least one token; prepare it with a larger share of the text")
-    return Score(nats, int(num_tokens), int(num_bytes))
-
-
-@torch.no_grad()
 def score_sources(
-    model: TokenModel, batches: Iterable[SourcedBatch], token_bytes_V: Tensor, device: torch.device, *, num_sources: int
+    model: ScoredModel, batches: Iterable[ScoredBatch], token_bytes_V: Tensor, device: torch.device, *, num_sources: int
 ) -> list[Score]:
-    """The scores of each source's rows, of no token where it has none; add_scores makes that of the whole of them.
-    Otherwise as score_batches, but that no label at all is no error."""
+    """The score of each source: every label of its rows that is not -100, of all processes of the run; each passes
+    equally many batches. add_scores makes of them that of the whole.
+
+    `token_bytes_V` (int64, on the CPU) holds the bytes of text each token stands for: 0 for the document marks. A
+    source without rows has a score of no token. What a rank meets while reading is raised on all of them.
+    """
     sums_S3 = torch.zeros(num_sources, 3, dtype=torch.float64)
     for batch in iterate_together(batches, name="the evaluated split"):
         inputs, starts, labels = (batch[key].to(device) for key in ("input_ids_BT", "document_start_BT", "labels_BT"))

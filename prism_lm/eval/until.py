@@ -79,7 +79,7 @@ def generate_until(
     writer = _Writer(model, tokenizer, batch_tokens)
     texts, share = call_together(lambda: _generate_share(writer, prompts, ranks, progress))
     gathered = {place: text for part in gather_objects(texts) for place, text in part.items()}
-    share.end()
+    call_together(share.end)
     return [gathered[place] for place in range(len(prompts))]
 
 

@@ -19,6 +19,7 @@ from prism_lm.model.config import ModelConfig
 from prism_lm.model.lm import embedding_scale_of
 
 MODEL_TYPE = "gated_deltanet"
+NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "norm_eps")
 # Settings under which its layer is ours; a folder written before one of them existed has the value here.
 REQUIRED: dict[str, object] = {
     "use_gate": True,
@@ -55,6 +56,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
             f"{path} must have model_type={MODEL_TYPE}, not {settings.get('model_type')}; other models of "
             "flash-linear-attention have no counterpart here"
         )
+    for key in NEEDED:
+        if key not in settings:
+            raise ValueError(f"{path} must have the key {key}; give the config.json that belongs to the weights")
     for key, value in REQUIRED.items():
         if settings.get(key, value) != value:
             raise ValueError(f"{path} must have {key}={value}, not {settings[key]}; our layer cannot compute that")

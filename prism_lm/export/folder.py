@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -117,34 +117,50 @@ def read_prism(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             f"{folder / 'config.json'} must have model_type={MODEL_TYPE}, not {settings.get('model_type')}; "
             "give a folder that `prism export` wrote, or --from fla"
         )
-    config = ModelConfig(
-        **{field.name: settings[field.name] for field in fields(ModelConfig) if field.name in settings}
-    )
+    held = {field.name: settings[field.name] for field in fields(ModelConfig) if field.name in settings}
+    try:
+        config = ModelConfig(**held)
+    except TypeError as error:
+        raise ValueError(f"{folder / 'config.json'} must describe a model ({error}); copy it again") from error
     return config, {name.removeprefix(PREFIX): weight for name, weight in read_weights(folder).items()}
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """What config.json holds. Raises ValueError where there is none."""
+    """What config.json holds. Raises ValueError where there is none that can be read."""
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"HF_FOLDER={folder} must hold config.json; give a folder that `prism export` wrote")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return _read_object(path)
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """Every weight of one file or of the shards that an index names, by its name there. Raises ValueError where a file
-    is missing."""
+    is missing or cut off."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     index, names = folder / INDEX_NAME, [WEIGHTS_NAME]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(_read_object(index).get("weight_map", {}).values()))
     weights: dict[str, Tensor] = {}
     for name in names:
         if not (folder / name).is_file():
             raise ValueError(f"HF_FOLDER={folder} must hold {name}; copy the folder whole")
-        weights |= load_file(folder / name)
+        try:
+            weights |= load_file(folder / name)
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} must be a whole safetensors file ({error}); copy it again") from error
     return weights
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        held: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON ({error}); copy it again") from error
+    if not isinstance(held, dict):
+        raise ValueError(f"{path} must be a JSON object; copy it again")
+    return cast(dict[str, Any], held)
 
 
 def _write_json(path: Path, value: Any) -> None:

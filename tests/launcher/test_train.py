@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -148,6 +149,18 @@ def test_evaluation_scores_every_held_out_byte_and_is_kept(
     written = file.stat().st_mtime_ns
     assert main(["evaluate", str(run_dir)]) == 0
     assert capsys.readouterr().out == first and file.stat().st_mtime_ns == written
+    check_sources(json.loads(file.read_text()), manifest["splits"]["test"], first.splitlines()[1:])
+
+
+def check_sources(figures: dict[str, Any], sources: dict[str, Any], lines: list[str]) -> None:
+    """Each source has a line and a score of its own bytes, and they add up to the whole."""
+    assert [line.split()[0] for line in lines] == list(figures["sources"]) == sorted(sources) == ["alpha", "beta"]
+    sizes = {name: part["num_bytes"] for name, part in figures["sources"].items()}
+    assert sizes == {name: source["text_bytes"] for name, source in sources.items()}
+    parts = figures["sources"].values()
+    nats = [part["loss_nats"] * part["num_tokens"] for part in parts]
+    assert sum(part["num_tokens"] for part in parts) == figures["num_tokens"]
+    assert sum(nats) == pytest.approx(figures["loss_nats"] * figures["num_tokens"], rel=1e-12)
 
 
 def test_generation_continues_the_prompt_and_repeats_with_its_seed(

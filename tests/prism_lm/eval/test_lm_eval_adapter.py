@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,11 +10,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from lm_eval import evaluator
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from prism_lm.eval.lm_eval_adapter import PrismLM, read_metrics, score_tasks
 from prism_lm.model.generate import generate as model_generate
+from prism_lm.parallel.collectives import RunFailed
 from prism_lm.parallel.mesh import process_group
 from tests.harness import read_ranks, run_on
 from tests.prism_lm.eval.bigrams import (
@@ -142,7 +145,8 @@ def test_a_prompt_is_cut_on_the_left_to_leave_room_for_the_new_tokens() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"until": [], "max_gen_toks": 32}, "max_gen_toks=32 must be below max_length_tokens=32"),
+        ({"until": [], "max_gen_toks": 32}, "max_gen_toks=32 must be above 0 and below max_length_tokens=32"),
+        ({"until": [], "max_gen_toks": 0}, "max_gen_toks=0 must be above 0"),
         ({"until": [], "num_beams": 4}, "generation_kwargs.num_beams=4 must be one of do_sample, max_gen_toks"),
     ],
 )
@@ -179,6 +183,35 @@ def answer_everything() -> list[Any]:
 def test_two_processes_answer_every_kind_of_request_as_one_does() -> None:
     (alone,) = run_on(1, answer_everything)
     assert run_on(2, answer_everything) == [alone, alone]
+
+
+class FailingAtTheEnd:
+    """Progress that fails on one rank once its own batches are done."""
+
+    def begin(self, name: str, num_requests: int, num_tokens: int, /) -> None: ...
+    def advance(self, num_requests: int, num_tokens: int, /) -> None: ...
+
+    def end(self) -> None:
+        if read_ranks().rank == 1:
+            raise OSError("asked to stop")
+
+
+def fail_at_the_end() -> list[str]:
+    words: list[str] = []
+    ranks = read_ranks()
+    with process_group(ranks):
+        model, progress = build_bigram_model(TABLE), FailingAtTheEnd()
+        settings = {"max_length_tokens": 24, "batch_tokens": 48, "ranks": ranks, "progress": progress}
+        lm = PrismLM(model, LetterTokenizer(), **settings)
+        for kind, given in (("loglikelihood", ("the", " cat")), ("generate_until", ("the", SAMPLED))):
+            with pytest.raises(RunFailed) as caught:
+                getattr(lm, kind)(build_requests(kind, [given]))
+            words.append(str(caught.value))
+    return words
+
+
+def test_progress_that_fails_on_one_process_after_its_last_batch_ends_all_of_them() -> None:
+    assert run_on(2, fail_at_the_end) == [["asked to stop (rank 1 of 2)"] * 2] * 2
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +251,20 @@ def test_scoring_leaves_the_global_generators_and_the_environment_as_they_were(
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == before
     assert os.environ["LOCAL_RANK"] == "3"
     assert "Building contexts" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("describes_machine", [True, False])
+def test_other_programs_are_asked_about_the_machine_only_where_it_is_described(
+    describes_machine: bool, task_manager: TaskManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, *given, **named: pytest.fail(f"ran {command}"))
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: asked.append("pip") or "a machine")
+    before = evaluator.add_env_info, evaluator.get_git_commit_hash
+    results = score_tasks(build_lm(), ["cows"], task_manager, limit=1, describes_machine=describes_machine)
+    assert asked == (["pip"] if describes_machine else [])
+    assert results.get("pretty_env_info") == ("a machine" if describes_machine else None)
+    assert (evaluator.add_env_info, evaluator.get_git_commit_hash) == before
 
 
 def test_metrics_carry_their_filter_and_only_numbers() -> None:

@@ -4,14 +4,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from prism_lm.eval.perplexity import Score, add_scores, score_batches, score_sources
+from prism_lm.eval.perplexity import Score, add_scores, score_sources
 
 VOCAB = 16
 TOKEN_BYTES = torch.arange(VOCAB)
 
 
-def uniform_model(input_ids_BT: Tensor, document_start_BT: Tensor, labels_BT: Tensor) -> Tensor:
-    return (labels_BT != -100).sum() * math.log(VOCAB)
+def uniform_model(input_ids_BT: Tensor, document_start_BT: Tensor, labels_BT: Tensor, *, reduction: str) -> Tensor:
+    assert reduction == "none"
+    return (labels_BT != -100) * math.log(VOCAB)
+
+
+def score(*batches: dict[str, Tensor]) -> Score:
+    """That of one source."""
+    scores = score_sources(uniform_model, batches, TOKEN_BYTES, torch.device("cpu"), num_sources=1)
+    return add_scores(scores)
 
 
 def build_batch(labels: list[list[int]]) -> dict[str, Tensor]:
@@ -20,28 +27,28 @@ def build_batch(labels: list[list[int]]) -> dict[str, Tensor]:
         "input_ids_BT": torch.zeros_like(labels_BT),
         "labels_BT": labels_BT,
         "document_start_BT": torch.zeros_like(labels_BT, dtype=torch.bool),
+        "source_B": torch.zeros(len(labels), dtype=torch.int64),
     }
 
 
 def test_uniform_model_costs_log_vocabulary_and_its_bits_over_the_labels_bytes() -> None:
-    score = score_batches(uniform_model, [build_batch([[1, 2, -100], [3, -100, 4]])], TOKEN_BYTES, torch.device("cpu"))
-    assert (score.num_tokens, score.num_bytes) == (4, 10)
-    assert score.loss_nats == pytest.approx(math.log(VOCAB))
-    assert score.perplexity == pytest.approx(VOCAB)
-    assert score.bits_per_byte == pytest.approx(4 * 4 / 10)
+    scored = score(build_batch([[1, 2, -100], [3, -100, 4]]))
+    assert (scored.num_tokens, scored.num_bytes) == (4, 10)
+    assert scored.loss_nats == pytest.approx(math.log(VOCAB))
+    assert scored.perplexity == pytest.approx(VOCAB)
+    assert scored.bits_per_byte == pytest.approx(4 * 4 / 10)
 
 
 def test_score_does_not_depend_on_how_rows_are_batched() -> None:
     rows = [[1, 2, -100], [3, -100, 4], [5, 6, 7]]
-    whole = score_batches(uniform_model, [build_batch(rows)], TOKEN_BYTES, torch.device("cpu"))
-    singly = score_batches(uniform_model, [build_batch([row]) for row in rows], TOKEN_BYTES, torch.device("cpu"))
+    whole, singly = score(build_batch(rows)), score(*(build_batch([row]) for row in rows))
     assert (singly.num_tokens, singly.num_bytes) == (whole.num_tokens, whole.num_bytes)
     assert singly.nats == pytest.approx(whole.nats)
 
 
 def test_split_without_a_label_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one token"):
-        score_batches(uniform_model, [build_batch([[-100]])], TOKEN_BYTES, torch.device("cpu"))
+        score(build_batch([[-100]]))
 
 
 def test_bits_per_byte_of_parts_add_up_by_bytes() -> None:

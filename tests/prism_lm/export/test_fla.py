@@ -52,6 +52,13 @@ def test_missing_and_left_over_weights_are_named(tmp_path):
         read_fla(write_folder(tmp_path / "fewer", SETTINGS, weights))
 
 
+@pytest.mark.parametrize("key", ["num_heads", "norm_eps"])
+def test_missing_settings_are_named(tmp_path, key):
+    settings = {name: value for name, value in SETTINGS.items() if name != key}
+    with pytest.raises(ValueError, match=f"must have the key {key}"):
+        read_fla(write_folder(tmp_path / "peer", settings, {"model.norm.weight": torch.ones(2)}))
+
+
 def test_folder_without_a_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"must hold config\.json"):
         read_fla(tmp_path)

@@ -18,13 +18,19 @@ CONFIG = replace(named_size("tiny"), num_layers=4, layer_pattern=["prism", "gate
 PROMPTS = [[1, 5, 7, 9], [1, 3], [1, 8, 8, 8, 8, 20, 30]]
 
 
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One place for the code that transformers copies: the package it makes of it remembers its first place."""
+    return tmp_path_factory.mktemp("modules")
+
+
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def pair(request, tmp_path: Path, monkeypatch):
+def pair(request, tmp_path: Path, modules: Path, monkeypatch):
     """Ours on Triton, and the exported one."""
     from transformers import AutoModelForCausalLM, dynamic_module_utils
 
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(str(modules))
     ours = build_model(CONFIG, seed=3, device="cuda", dtype=request.param, operators=build_triton_operators()).eval()
     folder = tmp_path / f"exported_{str(request.param).removeprefix('torch.')}"
     folder.mkdir()
