@@ -30,6 +30,14 @@ VERBS = {
     "order": Verb("the order of samples for any world size", "prism order data/plain_text --world-size 4"),
     "preflight": Verb("look at every node before a run does", "prism preflight configs/train/tiny.yaml"),
     "train": Verb("train a model, or resume an existing run folder", "prism train configs/train/tiny.yaml"),
+    "sweep": Verb(
+        "train a study's runs, skip finished ones, tabulate over seeds",
+        "prism sweep configs/ablation/all.yaml base=configs/train/tiny.yaml --dry-run",
+    ),
+    "probe": Verb(
+        "nine mechanistic tasks: small models of equal size compared, with intervals",
+        "prism probe --all --seeds 0 1 2",
+    ),
     "submit": Verb(
         "check a run and hand it to SLURM", "prism submit configs/train/tiny.yaml --ranks-per-node 2 --dry-run"
     ),

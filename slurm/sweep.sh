@@ -2,7 +2,8 @@
 # One run a task: sbatch --array=0-11%4 slurm/sweep.sh RUNS [key=value ...]; --dry-run among them prints task 0's run.
 # RUNS is a file with a run on each line, quoted as in a shell, line 0 first, run_dir= among its keys:
 #   configs/train/130m.yaml run_dir=runs/lr3 train.optim.learning_rate=3e-4
-# or a folder of configurations, sorted by name; the run of lr3.yaml is then in runs/FOLDER/lr3.
+# or a folder of configurations, sorted by name; the run of lr3.yaml is then in runs/FOLDER/lr3. Of a study's folder, which
+# prism sweep wrote, RUNS is STUDY/sweep.txt or STUDY/configs; its runs are in STUDY/runs.
 #SBATCH --job-name=prism-sweep
 #SBATCH --nodes=1
 #SBATCH --gpus-per-node=8
@@ -28,6 +29,7 @@ if [[ -d $runs ]]; then
     PRISM_CONFIG=${configs[task]:-}
     [[ -f $PRISM_CONFIG ]] || { echo "error: task $task of $runs must have a .yaml file; it has ${#configs[@]}" >&2; exit 2; }
     PRISM_RUN_DIR=runs/$(basename "$runs")/$(basename "$PRISM_CONFIG" .yaml)
+    if [[ -f $runs/../study.yaml ]]; then PRISM_RUN_DIR=$(dirname "$runs")/runs/$(basename "$PRISM_CONFIG" .yaml); fi
 else
     [[ -f $runs ]] || { echo "error: RUNS=$runs must be a file with a run on each line, or a folder" >&2; exit 2; }
     line=$(sed -n "$((task + 1))p" "$runs")
