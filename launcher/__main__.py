@@ -34,6 +34,9 @@ VERBS = {
         "train a study's runs, skip finished ones, tabulate over seeds",
         "prism sweep configs/ablation/all.yaml base=configs/train/tiny.yaml --dry-run",
     ),
+    "scaling": Verb(
+        "plan runs on equal budgets, fit and predict losses, report", "prism scaling plan configs/scaling/tiny.yaml"
+    ),
     "probe": Verb(
         "nine mechanistic tasks: small models of equal size compared, with intervals",
         "prism probe --all --seeds 0 1 2",
