@@ -13,7 +13,7 @@ from prism_lm.eval.token_tree import ROOT, TokenTree
 
 T = TypeVar("T")
 STATE_BYTES = 2 * 1024**3
-NUM_BATCHES, LEAST_BATCH_TOKENS = 64, 1024
+NUM_BATCHES, LEAST_BATCH_TOKENS = 16, 4096
 "Of a small work: enough batches that many processes have some, and no smaller than a GPU is busy with."
 
 
