@@ -1,8 +1,8 @@
 """The arithmetic of a fit: L(N, D) = E + A / N^alpha + B / D^beta, a parabola in log N for each budget, and intervals.
 
 The law is fitted as Hoffmann et al. 2022 do: Huber's loss (delta 1e-3) of the residuals of log L, from many starts, by
-L-BFGS. Intervals are of a residual bootstrap: the fit's own residuals, widened for the numbers it has fitted, are put
-back on the fitted losses at random and everything is fitted again.
+L-BFGS. Intervals are of a parametric bootstrap: normal noise as large as the fit's residuals is put on the fitted
+losses and everything is fitted again.
 Arrays: P points, S starts, R draws. scipy is loaded when a law is fitted.
 """
 
@@ -78,10 +78,10 @@ def fit_law(parameters: Array, tokens: Array, losses: Array, *, start: Law | Non
 
 
 def resample_losses(losses: Array, fitted: Array, numbers: int, generator: np.random.Generator) -> Array:
-    """Losses as they might have come out: fitted x exp(a residual of another point, widened for `numbers` fitted)."""
-    residuals = np.log(losses / fitted)
-    widened = (residuals - residuals.mean()) * math.sqrt(len(losses) / max(1, len(losses) - numbers))
-    return fitted * np.exp(generator.choice(widened, size=len(losses)))
+    """Losses as they might have come out: fitted x exp(normal noise as large as the residuals, widened for `numbers`
+    fitted). The residuals themselves would not do: Huber's loss makes some of them nearly 0, and intervals narrow."""
+    squares = float((np.log(losses / fitted) ** 2).sum()) / max(1, len(losses) - numbers)
+    return fitted * np.exp(math.sqrt(squares) * generator.standard_normal(len(losses)))
 
 
 def bootstrap_law(

@@ -22,6 +22,14 @@ def spell_family(family: str) -> str:
     return NAMES.get(family, family)
 
 
+def spell_count(value: float) -> str:
+    """1.23M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
 def draw_all(fit: StudyFit, ladders: Mapping[str, Ladder], folder: Path) -> list[Path]:
     """Write every picture to the folder, and return the PNGs."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,10 +84,8 @@ def _draw_group(panel: Any, family: FamilyFit, group: Sequence[Run], colour: Any
     if parabola is not None:
         line: Array = np.geomspace(min(sizes), max(sizes), 100)
         panel.plot(line, parabola.predict(line), dash, color=colour, linewidth=1.3)
-        panel.plot(
-            np.exp(parabola.log_parameters), np.exp(parabola.log_loss), "*", color=colour, markersize=13,
-            markeredgecolor="white", markeredgewidth=0.8,
-        )  # fmt: skip
+        at = (np.exp(parabola.log_parameters), np.exp(parabola.log_loss))
+        panel.plot(*at, "*", color=colour, markersize=17, alpha=0.45, markeredgewidth=0, zorder=1.5)
 
 
 def _draw_compute(fit: StudyFit, ladders: Mapping[str, Ladder]) -> Any:
@@ -154,10 +160,13 @@ def _best(law: Law, ladder: Ladder, flops: Array) -> Array:
 
 def _label_log_axis(axis: Any) -> None:
     """A few plain numbers, such as 200K and 1M, where decades would leave none."""
-    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    def spell_tick(value: float, _: int | None) -> str:
+        return spell_count(value)
 
     axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(EngFormatter(sep=""))
+    axis.set_major_formatter(FuncFormatter(spell_tick))
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from prism_lm.scaling.fit import Law, interval
 from prism_lm.scaling.optimum import Ladder
 from prism_lm.scaling.plan import label_flops
-from prism_lm.scaling.plots import draw_all, spell_family
+from prism_lm.scaling.plots import draw_all, spell_count, spell_family
 from prism_lm.scaling.predict import Prediction, compare_families, predict_budget
 from prism_lm.scaling.records import Refused
 from prism_lm.scaling.result import FamilyFit, StudyFit, predict_held_out
@@ -47,11 +47,11 @@ def spell_prediction(item: Prediction) -> list[str]:
     rung = item.rung
     return [
         spell_family(item.family),
-        f"{spell(item.best.parameters)} ({spell_interval(item.parameters)})",
-        f"{spell(item.best.tokens)} ({spell_interval(item.tokens)})",
+        f"{spell_count(item.best.parameters)} ({spell_interval(item.parameters)})",
+        f"{spell_count(item.best.tokens)} ({spell_interval(item.tokens)})",
         f"{item.best.loss_nats:.4f} ({item.loss_nats[0]:.4f} to {item.loss_nats[1]:.4f})",
         f"{rung.heads} heads, width {rung.width}, {rung.layers} layers, {rung.parameters:,}",
-        "-" if item.by_minima is None else spell(item.by_minima),
+        "-" if item.by_minima is None else spell_count(item.by_minima),
     ]
 
 
@@ -65,17 +65,9 @@ PREDICTION_HEADER = [
 ]
 
 
-def spell(value: float) -> str:
-    """1.23M."""
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
-
-
 def spell_interval(bounds: tuple[float, float]) -> str:
     """1.2M to 3M."""
-    return f"{spell(bounds[0])} to {spell(bounds[1])}"
+    return f"{spell_count(bounds[0])} to {spell_count(bounds[1])}"
 
 
 def build_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -92,7 +84,7 @@ def _introduce(fit: StudyFit, rule: str) -> str:
         f"{runs} runs fitted, {held} held out and predicted. N counts every trainable parameter, a tied table once; "
         "FLOPs are the cost model's, forward and backward.",
         rule,
-        f"Intervals are 90%, from {draws} draws of a residual bootstrap, seed {fit.seed}.",
+        f"Intervals are 90%, from {draws} draws of a parametric bootstrap, seed {fit.seed}.",
     ]
     if fit.excluded:
         lines.append(f"Left out by name: {', '.join(fit.excluded)}.")
@@ -106,7 +98,7 @@ def _table_of_minima(fit: StudyFit) -> str:
         [
             spell_family(family.family),
             label_flops(item.budget_flops)[1:] + (" (held out)" if item.held_out else ""),
-            f"{spell(math.exp(item.log_parameters))} ({spell_interval(family.minima[item.group])})",
+            f"{spell_count(math.exp(item.log_parameters))} ({spell_interval(family.minima[item.group])})",
             f"{math.exp(item.log_loss):.4f}",
         ]
         for family in fit.families
@@ -188,8 +180,9 @@ def _describe_held_out_minima(fit: StudyFit) -> str:
             if item.held_out and family.size is not None:
                 predicted = math.exp(family.size.level) * item.budget_flops**family.size.exponent
                 lines.append(
-                    f"{item.group}: N* measured {spell(math.exp(item.log_parameters))} "
-                    f"({spell_interval(family.minima[item.group])}), by the fitted budgets' minima {spell(predicted)}."
+                    f"{item.group}: N* measured {spell_count(math.exp(item.log_parameters))} "
+                    f"({spell_interval(family.minima[item.group])}), by the fitted budgets' minima "
+                    f"{spell_count(predicted)}."
                 )
     return "\n\n".join(lines)
 

@@ -168,8 +168,8 @@ def _fit_family(members: Sequence[Run], law: Law, parabolas: list[Parabola], *, 
 def _draw_minima(
     members: Sequence[Run], parabolas: Sequence[Parabola], draws: int, generator: np.random.Generator
 ) -> Array:
-    """Draws x parabolas: log N* of each with the residuals of all of them put back at random; of a draw that has no
-    minimum, the end of the sizes towards which it falls."""
+    """Draws x parabolas: log N* of each with noise as large as the residuals of all of them; of a draw that has no
+    minimum, the size of its lowest loss."""
     groups = split_groups(members)
     chosen = [(groups[parabola.group], parabola) for parabola in parabolas]
     minima_RG = np.zeros((draws, len(chosen)))

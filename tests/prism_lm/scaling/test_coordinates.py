@@ -1,7 +1,7 @@
-"""The coordinate check of plan.transfer_rate: how much updates change activations, over widths 64 to 512.
+"""The coordinate check of plan.transfer_rate: how much updates change activations, over widths 64 to 256.
 
-Stated factors, over eightfold widths at exponent 1: what six updates add to the residual stream and to the logits
-differs by at most 3.5 and 2 between widths, and does not grow. At exponent 0, one rate for all widths, it grows.
+Stated factors, over fourfold widths at exponent 1: what six updates add to the residual stream and to the logits
+differs by at most 3 and 1.5 between widths, and does not grow. At exponent 0, one rate for all widths, it grows.
 """
 
 import functools
@@ -18,7 +18,7 @@ RULE = SizeRule(head_width=32, layers_per_head=0, min_layers=2, mlp_ratio=8 / 3,
 TINY = ModelConfig(vocab_size=256, chunk_tokens=16, model_width=192)
 BASE = Base(model=TINY, learning_rate=4e-3, row_tokens=32, batch_rows=4)
 FAMILIES = ["prism", "gated_delta", "attention"]
-NARROW, WIDE, STEPS = 64, 512, 6
+NARROW, WIDE, STEPS = 64, 256, 6
 
 
 @functools.cache
@@ -63,11 +63,11 @@ def test_activations_start_as_large_at_every_width(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_updates_at_the_transferred_rate_stay_within_the_stated_factors_and_do_not_grow(family):
     narrow, wide = measure(family, NARROW, 1.0), measure(family, WIDE, 1.0)
-    assert 1 / 3.5 < wide["stream_change"] / narrow["stream_change"] < 1.2
-    assert 1 / 2 < wide["logits_change"] / narrow["logits_change"] < 1.2
+    assert 1 / 3 < wide["stream_change"] / narrow["stream_change"] < 1.2
+    assert 1 / 1.5 < wide["logits_change"] / narrow["logits_change"] < 1.2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_updates_at_one_rate_for_all_widths_grow_in_the_residual_stream(family):
     narrow, wide = measure(family, NARROW, 0.0), measure(family, WIDE, 0.0)
-    assert wide["stream_change"] / narrow["stream_change"] > 2
+    assert wide["stream_change"] / narrow["stream_change"] > 1.5
