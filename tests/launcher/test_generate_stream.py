@@ -136,7 +136,11 @@ def test_interrupt_ends_one_continuation_only(
         return continue_batch(self, prompts, seeds, on_text=show)
 
     monkeypatch.setattr(Continuer, "continue_batch", interrupt_first)
-    assert converse(run_dir, "the cat\nthe dog\n", monkeypatch) == 0
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit "ignore"
+    try:
+        assert converse(run_dir, "the cat\nthe dog\n", monkeypatch) == 0
+    finally:
+        signal.signal(signal.SIGINT, former)
     printed = capsys.readouterr()
     assert calls.count("the cat") == 2 < calls.count("the dog")
     assert printed.err.count("new: 8 tokens") == 1 and printed.out.count("\n") >= 2

@@ -29,6 +29,7 @@ CHOICE = [name for name in TASKS if name not in (*GENERATION, *ROLLING)]
 ONE_OF_EACH = ["choice_of_three", "generate_line", "rolling_bytes"]
 # In nats, of a text of up to 3,000 tokens, and of figures; of perplexities, which are powers of such sums, as a share.
 TOLERANCE = 1e-4
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,16 +84,19 @@ def score_exported(run_dir: Path, names: list[str], manager: Any) -> dict[str, A
 
     exported = run_dir.with_name(f"exported_{run_dir.name}")
     assert main(["export", str(run_dir), str(exported)]) == 0
-    lm: Any = HFLM(
-        pretrained=str(exported),
-        trust_remote_code=True,
-        add_bos_token=True,
-        max_length=ROW_TOKENS,
-        dtype="float32",
-        device="cpu",
-        batch_size=8,
-        logits_cache=False,
-    )
+    with mock.patch.dict(os.environ):
+        for name in RANK_VARIABLES:  # our own commands set them, and accelerate would make a process group of them
+            os.environ.pop(name, None)
+        lm: Any = HFLM(
+            pretrained=str(exported),
+            trust_remote_code=True,
+            add_bos_token=True,
+            max_length=ROW_TOKENS,
+            dtype="float32",
+            device="cpu",
+            batch_size=8,
+            logits_cache=False,
+        )
     return score_tasks(lm, names, manager, log_samples=True)
 
 
