@@ -78,10 +78,12 @@ def fit_law(parameters: Array, tokens: Array, losses: Array, *, start: Law | Non
 
 
 def resample_losses(losses: Array, fitted: Array, numbers: int, generator: np.random.Generator) -> Array:
-    """Losses as they might have come out: fitted x exp(normal noise as large as the residuals, widened for `numbers`
-    fitted). The residuals themselves would not do: Huber's loss makes some of them nearly 0, and intervals narrow."""
-    squares = float((np.log(losses / fitted) ** 2).sum()) / max(1, len(losses) - numbers)
-    return fitted * np.exp(math.sqrt(squares) * generator.standard_normal(len(losses)))
+    """Losses as they might have come out: fitted x exp(normal noise), as large as the residuals allow after `numbers`
+    were fitted, another size each time. The residuals themselves would not do: Huber's loss makes some of them nearly
+    0, and intervals narrow."""
+    freedom = max(1, len(losses) - numbers)
+    variance = float((np.log(losses / fitted) ** 2).sum()) / generator.chisquare(freedom)
+    return fitted * np.exp(math.sqrt(variance) * generator.standard_normal(len(losses)))
 
 
 def bootstrap_law(
