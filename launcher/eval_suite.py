@@ -4,13 +4,15 @@ A local task's YAML names files with two placeholders, so that its folder can be
 `${task_folder}`, where the YAML lies, and `${stock_tasks}`, where the installed lm-eval keeps its own tasks.
 """
 
+import logging
 import os
 import re
 import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -88,7 +90,8 @@ def build_task_manager(names: Sequence[str], include_paths: Sequence[Path] = ())
     if unread := sorted(local_names & set(names) - set(manager.all_tasks)):
         raise ValueError(f"task {unread[0]} must have a YAML that lm-eval can read; look for a slip in its file")
     if not set(names) <= set(manager.all_tasks):
-        manager = TaskManager(include_path=list(local))
+        with hushing("lm_eval"):  # which says of every local task that it goes before the shipped one
+            manager = TaskManager(include_path=list(local))
     weakref.finalize(manager, copies.cleanup)
     _check_names(names, manager.all_tasks)
     return manager
@@ -101,6 +104,20 @@ def go_offline() -> None:
     for module, name in [("datasets.config", "HF_HUB_OFFLINE"), ("huggingface_hub.constants", "HF_HUB_OFFLINE")]:
         if module in sys.modules:
             setattr(sys.modules[module], name, True)
+
+
+@contextmanager
+def hushing(*names: str) -> Generator[None, None, None]:
+    """Keeps what these loggers remark, short of errors, from the terminal."""
+    loggers = [logging.getLogger(name) for name in names]
+    former = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, former, strict=True):
+            logger.setLevel(level)
 
 
 def refuse_leaking_examples(tasks: Mapping[str, "Task"], num_fewshot: int | None) -> None:

@@ -185,6 +185,8 @@ def evaluate_run(
 
     ranks = ranks or Ranks()
     run = find_run(run_dir, kernels=kernels, ranks=ranks)
+    if not (data_path or run.config.data.path):
+        raise ValueError("--data= must name the data to score, since RUN has none of its own; use --data data/my_text")
     config, manifest = open_evaluated_data(run.config, run_dir, data_path, tokenizer=run.tokenizer)
     keys = {"key": "--sequence-degree", "tokens_key": "row_tokens"}
     ranks = cut_rows(

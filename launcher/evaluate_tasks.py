@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from launcher.eval_suite import build_task_manager, explain_task_failure, read_suite, refuse_leaking_examples
+from launcher.eval_suite import (
+    build_task_manager,
+    explain_task_failure,
+    go_offline,
+    hushing,
+    read_suite,
+    refuse_leaking_examples,
+)
 from launcher.help_text import Precision
 from launcher.task_results import Evaluation, find_finished, read_table, write_evaluation, write_scalars
 from launcher.task_scorer import LoadedTasks
@@ -119,10 +126,12 @@ def _load_in_turn(request: TaskRequest, manager: "TaskManager", ranks: Ranks) ->
 def _load_tasks(request: TaskRequest, manager: "TaskManager") -> LoadedTasks:
     from prism_lm.eval.lm_eval_adapter import quieting
 
-    with quieting():
+    with quieting(), hushing("huggingface_hub", "datasets"):
         try:
             loaded = LoadedTasks(manager, request.names)
         except Exception as error:
+            if explain_task_failure(request.names[0], error):
+                go_offline()  # the hub was asked for half a minute; once is enough
             raise RunFailed(_explain_failure(request.names, manager) or f"tasks cannot be loaded: {error}") from error
     refuse_leaking_examples(loaded.tasks, request.num_fewshot)
     return loaded

@@ -117,7 +117,8 @@ def _continue_file(parsed: argparse.Namespace) -> None:
     settings = {**names, "seed": parsed.seed, **asdict(_read_settings(parsed))}
     first = begin_output(output, records, {**settings, "stops": parsed.stop})
     if first:
-        print(f"--output={output} holds {first} of {len(records)} continuations; going on after them", file=sys.stderr)
+        what_now = "nothing is left to do" if first == len(records) else "going on after them"
+        print(f"--output={output} holds {first} of {len(records)} continuations; {what_now}", file=sys.stderr)
     if first == len(records):
         return
     continuer = _load(parsed, run)

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 inputs = tokenizer(["It was"], return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
 ```
 
 The folder holds all code that it needs, in plain torch. Where `prism-lm` is installed, tensors on a CUDA device go
@@ -94,12 +94,18 @@ def _describe_evaluations(run_dir: Path, step: int) -> str:
     rows = [_describe_score(figures) for figures in _read_scores(run_dir, step)]
     header = "| split | bits per byte | nats per token | perplexity | tokens |\n|---|---|---|---|---|\n"
     scores = header + "".join(rows) if rows else ""
-    tables = [
-        "\n".join(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("|"))
-        for path in sorted((run_dir / "evaluations").glob(f"tasks_step_{step}*/table.md"))
-    ]
+    folders = [run_dir / "evaluations" / f"tasks_step_{step}", *run_dir.glob(f"evaluations/tasks_step_{step}_*")]
+    tables = [_read_table(table) for folder in sorted(folders) if (table := folder / "table.md").is_file()]
     held = "\n\n".join(part for part in (scores, *tables) if part)
     return f"## Evaluation\n\n{held}\n" if held else ""
+
+
+def _read_table(path: Path) -> str:
+    """The tables of a folder of results, and how many documents they are of where that is not all."""
+    title, *lines = path.read_text(encoding="utf-8").splitlines()
+    _, limited, number = title.partition("only the first ")
+    table = "\n".join(line for line in lines if line.startswith("|"))
+    return f"Only the first {number}:\n\n{table}" if limited else table
 
 
 def _read_scores(run_dir: Path, step: int) -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -170,9 +171,14 @@ def test_a_missing_suite_is_refused_by_its_option(tmp_path: Path) -> None:
         read_suite(tmp_path / "absent.yaml")
 
 
-def test_stock_names_are_found_beside_local_ones_and_unknown_ones_refused_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"task choice_of_tvo must be one .* did you mean choice_of_two"):
-        build_task_manager(["piqa", "choice_of_four", "choice_of_tvo"], [TASKS])
+def test_stock_names_are_found_beside_local_ones_and_unknown_ones_refused_with_the_nearest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_task(tmp_path, "sciq")
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match=r"did you mean choice_of_two") as refusal:
+        build_task_manager(["piqa", "sciq", "choice_of_four", "choice_of_tvo"], [TASKS, tmp_path])
+    assert str(refusal.value).startswith("task choice_of_tvo must be one that lm-eval ships")
+    assert not caplog.records, "that a local task goes before the shipped one is what it is there for"
     assert os.environ["HF_HUB_OFFLINE"] == "0", "a stock task may need the network"
 
 

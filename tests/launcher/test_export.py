@@ -60,8 +60,13 @@ def test_export_is_loaded_by_another_process_and_says_what_it_proved(
     (run_dir / "evaluations").mkdir(exist_ok=True)
     figures = {"split": "test", "bits_per_byte": 1.5, "loss_nats": 2.0, "perplexity": 7.39, "num_tokens": 1000}
     (run_dir / "evaluations" / "test_step_0_data_0.json").write_text(json.dumps(figures))
-    (run_dir / "evaluations" / "tasks_step_0").mkdir(exist_ok=True)
-    (run_dir / "evaluations" / "tasks_step_0" / "table.md").write_text("/home/me/run  step 0\n\n|piqa|0.61|\n")
+    for name, title, row in (
+        ("tasks_step_0", "step 0", "|piqa|0.61|"),
+        ("tasks_step_0_brief", "step 0  only the first 4 documents of each task", "|piqa|0.75|"),
+        ("tasks_step_01", "step 01", "|piqa|0.99|"),
+    ):
+        (run_dir / "evaluations" / name).mkdir(exist_ok=True)
+        (run_dir / "evaluations" / name / "table.md").write_text(f"/home/me/run  {title}\n\n{row}\n")
     out = tmp_path / "out"
     assert main(["export", str(run_dir), str(out)]) == 0
     said = capsys.readouterr().out
@@ -72,7 +77,8 @@ def test_export_is_loaded_by_another_process_and_says_what_it_proved(
     assert all(torch.equal(weights[f"model.{name}"], held) for name, held in draw_weights(MODEL).items())
     card = (out / "README.md").read_text()
     assert "# out\n" in card and "| test | 1.5000 | 2.0000 | 7.39 | 1,000 |" in card and "13 of 13 texts" in card
-    assert "|piqa|0.61|" in card and "/home/me" not in card and str(run_dir) not in card
+    assert "|piqa|0.61|" in card and "/home/me" not in card and str(run_dir) not in card and "0.99" not in card
+    assert "|piqa|0.61|\n\nOnly the first 4 documents of each task:\n\n|piqa|0.75|\n" in card
     config = json.loads((out / "config.json").read_text())
     assert (config["model_type"], config["max_position_embeddings"], config["torch_dtype"]) == ("prism", 64, "float32")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -100,6 +100,7 @@ def test_file_that_was_cut_off_is_gone_on_with(
     assert f"--output={cut} holds 4 of 7 continuations; going on after them\n" in capsys.readouterr().err
     assert main(build_arguments(run_dir, source, cut, "--batch-size", "2")) == 0
     assert cut.read_bytes() == whole.read_bytes() and len(batches) == 5
+    assert f"--output={cut} holds 7 of 7 continuations; nothing is left to do\n" in capsys.readouterr().err
 
 
 def test_file_of_other_work_is_not_gone_on_with(

@@ -130,6 +130,11 @@ def test_training_without_data_says_what_to_do(run_dir: Path, capsys: pytest.Cap
     assert "data.path= must be a folder that `prism prepare` wrote" in capsys.readouterr().err
 
 
+def test_evaluation_without_data_names_its_own_option(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(run_dir)]) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith("error: --data= must name the data to score")
+
+
 def test_generators_of_the_checkpoint_are_its_seeds_and_this_process_keeps_its_own() -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = random.random(), np.random.rand(), torch.rand(())
