@@ -2,16 +2,21 @@
 
 Forward, loss, backward, clip and fused AdamW in one process of plain torch, weights in the dtype of train.precision. A
 key=value belongs to the CONFIG before it. The peer is timed in the same run, at its own size of the first CONFIG's
-width.
+width. A model that is still at it --limit-s after its first step is timed by the steps it took, and not at longer
+rows.
 """
 
 import argparse
 import gc
 import json
+import math
 import platform
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.bench_report import write_report
 from launcher.config import RunConfig, load_config
 
 if TYPE_CHECKING:
@@ -25,6 +30,8 @@ example, against a peer of 380 M parameters:
   prism bench configs/train/350m.yaml model.tie_embeddings=false --batch 16x2048 2x16384 --peer fla_gated_delta
 and of 1.467 B:
   prism bench configs/train/1b.yaml model.mlp_width=5120 parallel.compile=true --peer fla_gated_delta --profile
+and of other mixers by the length of a row:
+  prism bench configs/train/130m.yaml configs/train/130m-transformer.yaml --batch 64x512 16x2048 4x8192 --out runs/bench
 """
 HEADER = (
     f"{'model':<64}{'parameters':>15}{'batch':>10}{'tokens/s':>11}{'20%':>10}{'80%':>10}{'step ms':>10}{'MFU %':>8}"
@@ -49,7 +56,15 @@ def main(arguments: list[str]) -> int:
         raise ValueError(
             f"--steps={parsed.steps}, --warmup-steps={parsed.warmup_steps} must be at least 1; use 10 and 3"
         )
-    run_bench(requested, batches, parsed)
+    if parsed.limit_s <= 0:
+        raise ValueError(f"--limit-s={parsed.limit_s:g} must be above 0; leave it out for no limit")
+    out: Path | None = parsed.out
+    if out is not None:
+        _make_folder(out)
+    measured = run_bench(requested, batches, parsed)
+    print(json.dumps(measured))
+    if out is not None:
+        write_report(out, measured, "prism bench " + shlex.join(arguments))
     return 0
 
 
@@ -65,7 +80,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--profile", action="store_true", help="also show where a step's GPU time goes")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default %(default)s)")
     parser.add_argument("--warmup-steps", type=int, default=3, help="steps before them (default %(default)s)")
+    parser.add_argument(
+        "--limit-s", type=float, default=math.inf, metavar="SECONDS", help="for a model at a batch (default: none)"
+    )
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write bench.json, bench.md, and a plot there")
     return parser
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out={out} must be a folder that can be made: {error.strerror}; name another") from None
 
 
 def read_requested(words: list[str]) -> list[Requested]:
@@ -100,8 +126,8 @@ def read_batch(text: str) -> "Batch":
     return Batch(rows=int(rows), row_tokens=int(tokens))
 
 
-def run_bench(requested: list[Requested], batches: "list[Batch]", parsed: argparse.Namespace) -> None:
-    """Time every candidate at every batch, printing as it goes."""
+def run_bench(requested: list[Requested], batches: "list[Batch]", parsed: argparse.Namespace) -> dict[str, Any]:
+    """Time every candidate at every batch, printing as it goes; returns the machine and every timing, plainly."""
     from prism_lm.parallel.mesh import Ranks, choose_device
 
     device = choose_device(Ranks())
@@ -113,8 +139,26 @@ def run_bench(requested: list[Requested], batches: "list[Batch]", parsed: argpar
     timings: list[dict[str, Any]] = []
     for batch in batches:
         for candidate, dtype in candidates:
-            timings.append(_time(candidate, batch, device, dtype, parsed))
-    print(json.dumps({"machine": machine, "absent": absent, "steps": parsed.steps, "timings": timings}))
+            slow = find_slower(timings, candidate.name, batch)
+            row = _skip(candidate, batch, slow) if slow else _time(candidate, batch, device, dtype, parsed)
+            timings.append(row)
+    return {"machine": machine, "absent": absent, "steps": parsed.steps, "timings": timings}
+
+
+def find_slower(timings: list[dict[str, Any]], name: str, batch: "Batch") -> str | None:
+    """Why a model is not timed at this batch: it met the limit at rows no longer; None where it is timed."""
+    for timing in timings:
+        shorter = timing["row_tokens"] <= batch.row_tokens
+        if timing["name"] == name and timing.get("met_limit") and shorter:
+            seconds = timing["step_ms"]["p50"] / 1e3
+            return f"not timed: a step of {timing['rows']}x{timing['row_tokens']} took {seconds:.1f} s"
+    return None
+
+
+def _skip(candidate: "Candidate", batch: "Batch", why: str) -> dict[str, Any]:
+    """A row that says why there are no figures."""
+    print(f"{candidate.name[:63]:<64}{'':>15}{batch!s:>10}  {why}", flush=True)
+    return {"name": candidate.name, "rows": batch.rows, "row_tokens": batch.row_tokens, "why_absent": why}
 
 
 def _describe(item: Requested, device_type: str) -> "tuple[Candidate, torch.dtype]":
@@ -167,8 +211,7 @@ def _time(
     try:
         timing = _measure(candidate, batch, device, dtype, parsed)
     except torch.OutOfMemoryError:
-        print(f"{candidate.name[:63]:<64}{'':>15}{batch!s:>10}  out of memory", flush=True)
-        return {"name": candidate.name, "rows": batch.rows, "row_tokens": batch.row_tokens, "out_of_memory": True}
+        return _skip(candidate, batch, "out of memory")
     finally:
         gc.collect()
         if device.type == "cuda":
@@ -184,7 +227,13 @@ def _measure(
     from prism_lm.train.step_profile import profile_step
 
     timing, stepper = time_candidate(
-        candidate, batch, device=device, dtype=dtype, warmup_steps=parsed.warmup_steps, steps=parsed.steps
+        candidate,
+        batch,
+        device=device,
+        dtype=dtype,
+        warmup_steps=parsed.warmup_steps,
+        steps=parsed.steps,
+        limit_s=parsed.limit_s,
     )
     if parsed.profile:
         timing.breakdown, timing.kernels = profile_step(stepper)

@@ -4,6 +4,7 @@ Weights and moments are in the dtype of the weights and tokens are random: what 
 Dims: B batch, T tokens.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -71,6 +72,8 @@ class Timing:
     loss_nats: float
     "Of the last step: finite, or the figures mean nothing."
     mfu_pct: float | None
+    met_limit: bool = False
+    "Whether the limit ended it before all its steps."
     breakdown: dict[str, float] = field(default_factory=dict[str, float])
     "Milliseconds of a profiled step by kind of work; empty without a profile."
     kernels: list[tuple[str, float]] = field(default_factory=list[tuple[str, float]])
@@ -97,6 +100,7 @@ class Timing:
             "first_step_s": self.first_step_s,
             "loss_nats": self.loss_nats,
             "mfu_pct": self.mfu_pct,
+            "met_limit": self.met_limit,
             "breakdown_ms": self.breakdown,
             "kernels_ms": self.kernels,
         }
@@ -161,19 +165,32 @@ class Stepper:
 
 
 def time_candidate(
-    candidate: Candidate, batch: Batch, *, device: torch.device, dtype: torch.dtype, warmup_steps: int, steps: int
+    candidate: Candidate,
+    batch: Batch,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    warmup_steps: int,
+    steps: int,
+    limit_s: float = math.inf,
 ) -> tuple[Timing, Stepper]:
-    """Time `steps` steps after `warmup_steps`, the device waited for after each; the stepper is left for a profile."""
+    """Time `steps` steps after `warmup_steps`, the device waited for after each; the stepper is left for a profile.
+
+    limit_s seconds after the first step no further one begins, but one is always timed.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     stepper = Stepper(candidate, batch, device, dtype)
     first_step_s, loss = _time_step(stepper)
-    for _ in range(warmup_steps - 1):
-        _time_step(stepper)
+    began_s = time.perf_counter()
     seconds: list[float] = []
-    for _ in range(steps):
+    for step in range(1, warmup_steps + steps):
+        met_limit = time.perf_counter() - began_s > limit_s
+        if met_limit and seconds:
+            break
         elapsed_s, loss = _time_step(stepper)
-        seconds.append(elapsed_s)
+        if step >= warmup_steps or met_limit:
+            seconds.append(elapsed_s)
     timing = Timing(
         name=candidate.name,
         batch=batch,
@@ -183,6 +200,7 @@ def time_candidate(
         first_step_s=first_step_s,
         loss_nats=loss,
         mfu_pct=None,
+        met_limit=len(seconds) < steps,
     )
     timing.mfu_pct = _compute_mfu(candidate, timing, device, dtype)
     return timing, stepper

@@ -47,9 +47,32 @@ def test_absent_peer_is_named_and_the_rest_is_timed(capsys: pytest.CaptureFixtur
         (["model.num_layers=1"], "model.num_layers=1 must come after the CONFIG it changes"),
         ([str(CONFIGS / "tiny.yaml"), "--batch", "16"], "--batch=16 must be ROWSxTOKENS"),
         ([str(CONFIGS / "tiny.yaml"), "--steps", "0"], "--steps=0"),
+        ([str(CONFIGS / "tiny.yaml"), "--limit-s", "0"], "--limit-s=0 must be above 0"),
+        ([str(CONFIGS / "tiny.yaml"), "--out", "/dev/null/bench"], "--out=/dev/null/bench must be a folder"),
         ([str(CONFIGS / "tiny.yaml"), "--peer", "fla_gated_delta"], "model.model_width=192 must have a size"),
     ],
 )
 def test_what_cannot_be_timed_is_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == EXIT_USAGE
     assert capsys.readouterr().err.startswith(f"error: {words}")
+
+
+def test_model_that_meets_the_limit_is_timed_by_one_step_and_left_out_at_longer_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["model.num_layers=1", "--batch", "1x48", "2x96", "1x32", "--limit-s", "1e-6", "--steps", "3"]
+    assert main(["bench", str(CONFIGS / "tiny.yaml"), *words, "--out", str(tmp_path / "kept")]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    first, longer, shorter = printed["timings"]
+    assert first["met_limit"] and first["step_ms"]["p20"] == first["step_ms"]["p80"]
+    assert longer["why_absent"].startswith("not timed: a step of 1x48 took ") and "tokens_per_s" not in longer
+    assert shorter["tokens_per_s"]["p50"] > 0
+    kept = json.loads((tmp_path / "kept" / "bench.json").read_text())
+    assert kept["timings"] == printed["timings"] and kept["command"].startswith("prism bench ")
+    table = (tmp_path / "kept" / "bench.md").read_text()
+    assert "| 2 x 96 | not timed: a step of 1x48 took " in table and "| 1 x 32 |" in table
+
+
+def test_steps_are_as_many_as_asked_for_where_no_limit_is_met(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(CONFIGS / "tiny.yaml"), *SHORT, "--limit-s", "600"]) == 0
+    assert not any(row["met_limit"] for row in json.loads(capsys.readouterr().out.splitlines()[-1])["timings"])
