@@ -3,6 +3,7 @@
 The only file that imports omegaconf. What a user typed wrong becomes one ValueError with key, value, rule and remedy.
 """
 
+import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
@@ -16,7 +17,8 @@ from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBas
 from data_pipeline.config import DataConfig
 from launcher.help_text import spell_type
 from prism_lm.model.config import ModelConfig
-from prism_lm.parallel.apply import ParallelConfig
+from prism_lm.model.peer_rules import describe_model
+from prism_lm.parallel.apply import ParallelConfig, check_mixers
 from prism_lm.train.config import TrainConfig
 
 ConfigT = TypeVar("ConfigT")
@@ -44,6 +46,7 @@ class RunConfig:
             raise ValueError("run_dir= must name a folder; for example run_dir=runs/my_run")
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} must be at least 0; for example seed=1234")
+        check_mixers(self.model, self.parallel.sequence_degree)
 
 
 def load_config(config_class: type[ConfigT], path: str | Path | None, overrides: Sequence[str] = ()) -> ConfigT:
@@ -68,6 +71,12 @@ def dump_config(config: Any) -> str:
     return yaml.safe_dump(_plain(asdict(config)), sort_keys=False, width=110)
 
 
+def fingerprint_model(model: ModelConfig) -> str:
+    """What a checkpoint holds of the model's settings, so that a run that goes on has the same."""
+    text = yaml.safe_dump(_plain(describe_model(model)), sort_keys=False, width=110)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def _read_yaml(path: str | Path | None) -> Any:
     if path is None:
         return {}
@@ -77,6 +86,12 @@ def _read_yaml(path: str | Path | None) -> Any:
         return OmegaConf.load(path)
     except yaml.YAMLError as error:
         raise ValueError(f"CONFIG={path} must be valid YAML; {' '.join(str(error).split())}") from error
+    except UnicodeDecodeError as error:
+        remedy = "turn it into UTF-8, such as with iconv -f LATIN1 -t UTF-8"
+        raise ValueError(f"CONFIG={path} must be a text file in UTF-8 ({error}); {remedy}") from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"CONFIG={path} must be a YAML file of keys that can be read ({reason}); mend it") from error
 
 
 def _key_of(override: str) -> str:

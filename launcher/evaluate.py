@@ -13,6 +13,7 @@ Several GPUs share a split's rows, which may be too long for one, or the tasks' 
 import argparse
 import json
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 from launcher.environment import apply_environment, detect_environment
 from launcher.help_text import add_kernels_option, add_precision_option, add_sequence_degree_option
 from prism_lm.model.kernels import Kernels
+from prism_lm.model.peer_rules import check_peer_installed
+from prism_lm.parallel.apply import check_mixers
 from prism_lm.parallel.mesh import Ranks, cut_rows
 
 if TYPE_CHECKING:
@@ -185,6 +188,7 @@ def evaluate_run(
 
     ranks = ranks or Ranks()
     run = find_run(run_dir, kernels=kernels, ranks=ranks)
+    check_peer_installed(run.config.model)
     if not (data_path or run.config.data.path):
         raise ValueError("--data= must name the data to score, since RUN has none of its own; use --data data/my_text")
     config, manifest = open_evaluated_data(run.config, run_dir, data_path, tokenizer=run.tokenizer)
@@ -192,6 +196,7 @@ def evaluate_run(
     ranks = cut_rows(
         ranks, ranks.world_size if sequence_degree is None else sequence_degree, row_tokens=manifest.row_tokens, **keys
     )
+    check_mixers(config.model, ranks.sequence_degree, key="--sequence-degree")
     file = run_dir / "evaluations" / f"{split}_step_{run.step}_data_{manifest.fingerprint[:12]}.json"
     identity = {"split": split, "step": run.step, "data": config.data.path, "data_fingerprint": manifest.fingerprint}
     with all_ranks(ranks):
@@ -213,11 +218,14 @@ def read_figures(file: Path) -> dict[str, Any] | None:
 
 
 def write_figures(file: Path, figures: dict[str, Any]) -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file whole or not at all, whoever else writes it now."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".partial")
-    beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    beside.replace(file)
+    beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}.partial")
+    try:
+        beside.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def describe_score(score: "Score") -> dict[str, float]:

@@ -4,24 +4,26 @@ import argparse
 import importlib.util
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from launcher.eval_suite import (
-    build_task_manager,
-    explain_task_failure,
-    go_offline,
-    hushing,
-    read_suite,
-    refuse_leaking_examples,
-)
+from launcher.eval_suite import build_task_manager, hushing, read_suite, refuse_leaking_examples
 from launcher.help_text import Precision
-from launcher.task_results import Evaluation, find_finished, read_table, write_evaluation, write_scalars
+from launcher.task_failures import drop_failed, noting_failures
+from launcher.task_results import (
+    Evaluation,
+    check_place,
+    find_finished,
+    read_table,
+    write_evaluation,
+    write_scalars,
+)
 from launcher.task_scorer import LoadedTasks
 from launcher.trained_run import SavedRun, all_ranks, choose_dtype, find_run, load_model
 from prism_lm.model.kernels import Kernels
+from prism_lm.model.peer_rules import refuse_peer
 from prism_lm.parallel.collectives import RunFailed, broadcast_object, call_together
 from prism_lm.parallel.mesh import Ranks
 
@@ -78,24 +80,31 @@ def evaluate_tasks(run_dir: Path, request: TaskRequest, ranks: Ranks) -> Path:
     """Score the tasks, keep the results, print the table; returns the folder of results. Every process of the run calls
     it.
 
-    Raises ValueError for what was typed before any process group starts, RunFailed for what fails later.
+    Raises ValueError for what was typed before any process group starts, RunFailed for what fails later: where one
+    task's own code fails after the others' results are kept.
     """
     run = find_run(run_dir, kernels=request.kernels, ranks=ranks)
+    refuse_peer(run.config.model, f"tasks of {run_dir}", "leave out --tasks and --suite for bits per byte")
     dtype = choose_dtype(run, request.precision)
     evaluation = describe_evaluation(run_dir, run, request, dtype)
     finished = find_finished(evaluation, with_samples=request.log_samples)
-    manager = None if finished else build_task_manager(request.names, request.task_data)
+    manager, failed = None, dict[str, str]()
+    if finished is None:
+        check_place(run_dir)
+        manager = build_task_manager(request.names, request.task_data)
     with all_ranks(ranks):
         finished = broadcast_object(finished)
         if finished is None:
             manager = manager or build_task_manager(request.names, request.task_data)
-            tasks = _load_in_turn(request, manager, ranks)
-            results = _score(run, request, evaluation, dtype, tasks, ranks)
-            finished = call_together(lambda: _keep(evaluation, results) if ranks.is_main else Path())
+            tasks = _load_in_turn(request, evaluation, manager, ranks)
+            results, failed = _score(run, request, evaluation, dtype, tasks, ranks)
+            finished = call_together(lambda: _keep(evaluation, results, failed) if ranks.is_main else Path())
         elif ranks.is_main:
             print(f"{finished} holds these results already; nothing is scored again")
     if ranks.is_main:
         print(read_table(finished))
+    if failed:
+        raise RunFailed(_spell_failures(failed, finished))
     return finished
 
 
@@ -116,35 +125,26 @@ def describe_evaluation(run_dir: Path, run: SavedRun, request: TaskRequest, dtyp
     )
 
 
-def _load_in_turn(request: TaskRequest, manager: "TaskManager", ranks: Ranks) -> LoadedTasks:
+def _load_in_turn(request: TaskRequest, evaluation: Evaluation, manager: "TaskManager", ranks: Ranks) -> LoadedTasks:
     """Every task with its data: first on rank 0, which may have to fetch or convert them, then on the others."""
-    loaded = call_together(lambda: _load_tasks(request, manager) if ranks.is_main else None)
-    others = call_together(lambda: None if ranks.is_main else _load_tasks(request, manager))
+
+    def load() -> LoadedTasks:
+        return _load_tasks(request, manager, evaluation.max_length_tokens)
+
+    loaded = call_together(lambda: load() if ranks.is_main else None)
+    others = call_together(lambda: None if ranks.is_main else load())
     return cast(LoadedTasks, loaded or others)
 
 
-def _load_tasks(request: TaskRequest, manager: "TaskManager") -> LoadedTasks:
-    from prism_lm.eval.lm_eval_adapter import quieting
+def _load_tasks(request: TaskRequest, manager: "TaskManager", max_length_tokens: int) -> LoadedTasks:
+    """Raises ValueError for a task that cannot be loaded, or not be scored as it was asked for."""
+    from prism_lm.eval.lm_eval_adapter import check_generation, quieting
 
     with quieting(), hushing("huggingface_hub", "datasets"):
-        try:
-            loaded = LoadedTasks(manager, request.names)
-        except Exception as error:
-            if explain_task_failure(request.names[0], error):
-                go_offline()  # the hub was asked for half a minute; once is enough
-            raise RunFailed(_explain_failure(request.names, manager) or f"tasks cannot be loaded: {error}") from error
+        loaded = LoadedTasks(manager, request.names)
     refuse_leaking_examples(loaded.tasks, request.num_fewshot)
+    check_generation(loaded.tasks, max_length_tokens)
     return loaded
-
-
-def _explain_failure(names: Sequence[str], manager: "TaskManager") -> str | None:
-    """Of the first task that cannot be loaded on its own."""
-    for name in names:
-        try:
-            manager.load([name])
-        except Exception as error:
-            return explain_task_failure(name, error) or f"task {name} cannot be loaded: {error}"
-    return None
 
 
 def _score(
@@ -154,7 +154,8 @@ def _score(
     dtype: "torch.dtype",
     tasks: LoadedTasks,
     ranks: Ranks,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The harness's result, and the tasks whose own code failed, each with what it said: the same on every rank."""
     from prism_lm.eval.lm_eval_adapter import PrismLM, score_tasks
     from prism_lm.eval.progress import ProgressLine
 
@@ -169,19 +170,31 @@ def _score(
         info=evaluation.describe_model(),
     )
     started = time.perf_counter()
-    results = score_tasks(
-        lm,
-        request.names,
-        cast("TaskManager", tasks),
-        num_fewshot=request.num_fewshot,
-        limit=request.limit,
-        log_samples=request.log_samples,
-        bootstrap_iters=request.bootstrap_iters,
-    )
-    return {**results, "total_evaluation_time_seconds": str(time.perf_counter() - started)}
+    with noting_failures(tasks.tasks) as failures:
+        results = score_tasks(
+            lm,
+            request.names,
+            cast("TaskManager", tasks),
+            num_fewshot=request.num_fewshot,
+            limit=request.limit,
+            log_samples=request.log_samples,
+            bootstrap_iters=request.bootstrap_iters,
+            describes_machine=ranks.is_main,
+        )
+    timed = {**results, "total_evaluation_time_seconds": str(time.perf_counter() - started)}
+    return timed, broadcast_object(failures)
 
 
-def _keep(evaluation: Evaluation, results: dict[str, Any]) -> Path:
-    folder = write_evaluation(evaluation, results)
-    write_scalars(evaluation, results)
+def _keep(evaluation: Evaluation, results: dict[str, Any], failed: Mapping[str, str]) -> Path:
+    kept = drop_failed(results, failed)
+    folder = write_evaluation(evaluation, kept, failed=failed)
+    write_scalars(evaluation, kept)
     return folder
+
+
+def _spell_failures(failed: Mapping[str, str], folder: Path) -> str:
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+    return (
+        f"task {', '.join(failed)} must give figures, but its own code fails on the model's answers ({reasons}); mend "
+        f"it, or leave it out; {folder} holds the other tasks' results"
+    )

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from launcher.environment import apply_environment, detect_environment
 from launcher.generate_batch import begin_output, continue_file, read_prompts
-from launcher.generate_stream import converse, stream_text
+from launcher.generate_stream import converse, read_text, stream_text
 from launcher.help_text import add_kernels_option, add_precision_option
+from launcher.run_folder import find_existing
 
 if TYPE_CHECKING:
     from launcher.continuation import Continuer, Settings
@@ -56,13 +57,15 @@ def generate_texts(parsed: argparse.Namespace, ranks: "Ranks", *, stream: TextIO
     """The samples, the same on every rank: all of them read the prompt together, then each takes every step. The only
     sample is written to `stream` as it comes."""
     from launcher.continuation import Continuer
-    from launcher.trained_run import all_ranks, choose_dtype, find_run, load_model
+    from launcher.trained_run import all_ranks, choose_dtype, load_model
+    from prism_lm.parallel.apply import check_mixers
     from prism_lm.parallel.collectives import broadcast_object, call_together
 
-    run = find_run(Path(parsed.run), kernels=parsed.kernels, ranks=ranks)
+    run = _find(parsed, ranks)
+    check_mixers(run.config.model, ranks.world_size, key="WORLD_SIZE")
+    given = _read_prompt(parsed, ranks)
     with all_ranks(ranks):
-        given = sys.stdin.read() if parsed.prompt == "-" and ranks.is_main else parsed.prompt
-        prompt = broadcast_object(given or "")
+        prompt = broadcast_object(given)
         trained = call_together(lambda: load_model(run, dtype=choose_dtype(run, parsed.precision)))
         continuer = Continuer(
             trained,
@@ -81,6 +84,13 @@ def generate_texts(parsed: argparse.Namespace, ranks: "Ranks", *, stream: TextIO
     return texts
 
 
+def _read_prompt(parsed: argparse.Namespace, ranks: "Ranks") -> str:
+    """The prompt, on rank 0; it is read before any process group starts, so that one that is no text ends in a line."""
+    if parsed.prompt != "-" or not ranks.is_main:
+        return parsed.prompt or ""
+    return read_text("--prompt=-", sys.stdin.read)
+
+
 def _cut_prompts(run: "TrainedRun", ranks: "Ranks") -> "ReadPrompt | None":
     """How all ranks read prompts together, a slice each; None where one process is alone."""
     from launcher.trained_run import share_weights
@@ -93,10 +103,13 @@ def _cut_prompts(run: "TrainedRun", ranks: "Ranks") -> "ReadPrompt | None":
     return partial(read_prompt, share_weights(run.model, apply_to_operators(run.operators, ranks)), ranks)
 
 
-def _find(parsed: argparse.Namespace) -> "SavedRun":
+def _find(parsed: argparse.Namespace, ranks: "Ranks | None" = None) -> "SavedRun":
     from launcher.trained_run import find_run
+    from prism_lm.model.peer_rules import refuse_peer
 
-    return find_run(Path(parsed.run), kernels=parsed.kernels)
+    run = find_run(Path(parsed.run), kernels=parsed.kernels, ranks=ranks)
+    refuse_peer(run.config.model, f"prism generate {parsed.run}", "use prism evaluate, or a run of another mixer")
+    return run
 
 
 def _load(parsed: argparse.Namespace, run: "SavedRun") -> "Continuer":
@@ -212,6 +225,8 @@ def _check_numbers(parsed: argparse.Namespace) -> None:
         raise ValueError(f"--seed={parsed.seed} must be from 0 to {MAX_SEED}; for example --seed 1")
     if "" in parsed.stop:
         raise ValueError("--stop= must be a text; for example --stop '###'")
+    for option, text in [("--prompt", parsed.prompt or ""), *(("--stop", stop) for stop in parsed.stop)]:
+        read_text(f"{option}={text[:40]!a}", partial(str, text))
 
 
 def _check_combination(parsed: argparse.Namespace, world_size: int) -> None:
@@ -239,9 +254,23 @@ def _check_files(parsed: argparse.Namespace) -> None:
     if not parsed.output:
         raise ValueError(f"--prompts={parsed.prompts} must be given with --output; for example --output out.jsonl")
     source, output = Path(parsed.prompts), Path(parsed.output)
-    if not source.is_file():
-        raise ValueError(f"--prompts={source} must be a file; write a prompt a line, or .jsonl objects")
-    if not output.resolve().parent.is_dir():
+    try:
+        if not source.is_file():
+            raise ValueError(f"--prompts={source} must be a file; write a prompt a line, or .jsonl objects")
+        _check_output(output, source)
+    except OSError as error:
+        raise ValueError(
+            f"--prompts={source} and --output={output} must lie where files can be looked at ({error.strerror}); "
+            "give other ones"
+        ) from error
+
+
+def _check_output(output: Path, source: Path) -> None:
+    folder = output.resolve().parent
+    nearest = find_existing(folder)
+    if not nearest.is_dir():
+        raise ValueError(f"--output={output} must lie in a folder, which {nearest} is not; give another file")
+    if not folder.is_dir():
         raise ValueError(f"--output={output} must lie in a folder that exists; make {output.parent} first")
     if output.is_dir() or (output.exists() and output.samefile(source)):
         raise ValueError(f"--output={output} must be a file other than --prompts; for example --output out.jsonl")

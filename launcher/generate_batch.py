@@ -51,7 +51,7 @@ def _parse_object(line: str) -> Record | None:
     try:
         value = json.loads(line)
         json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is refused here
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return cast(Record, value) if isinstance(value, dict) else None
 
@@ -59,20 +59,35 @@ def _parse_object(line: str) -> Record | None:
 def begin_output(path: Path, records: Sequence[Record], settings: Record) -> int:
     """How many continuations a file already holds, after cutting off a line that was not finished.
 
-    What decides them is kept beside the file. Raises ValueError where the file is not the beginning of this work.
+    What decides them is kept beside the file. Raises ValueError where the file is not the beginning of this work, and
+    where it cannot be written.
     """
-    kept = path.with_name(path.name + ".settings.json")
-    text = path.read_bytes() if path.is_file() else b""
-    whole = text[: text.rfind(b"\n") + 1]
-    done = whole.decode(errors="replace").split("\n")[:-1]
-    if not done:
-        kept.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-    _check_is_beginning(path, done, records)
-    _check_settings(path, kept, settings)
-    if len(whole) < len(text):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+    try:
+        return _begin(path, records, settings)
+    except OSError as error:
+        raise ValueError(
+            f"--output={path} must be a file that can be written, with {_settings_file(path).name} beside it "
+            f"({error.strerror or error}); give another file"
+        ) from error
+
+
+def _begin(path: Path, records: Sequence[Record], settings: Record) -> int:
+    with path.open("a+b") as file:
+        file.seek(0)
+        text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        done = whole.decode(errors="replace").split("\n")[:-1]
+        if done:
+            _check_is_beginning(path, done, records)
+            _check_settings(path, settings)
+        else:
+            _settings_file(path).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        file.truncate(len(whole))
     return len(done)
+
+
+def _settings_file(path: Path) -> Path:
+    return path.with_name(path.name + ".settings.json")
 
 
 def _check_is_beginning(path: Path, done: Sequence[str], records: Sequence[Record]) -> None:
@@ -85,10 +100,16 @@ def _check_is_beginning(path: Path, done: Sequence[str], records: Sequence[Recor
             raise ValueError(f"--output={path} line {number} must continue that line of --prompts; {remedy}")
 
 
-def _check_settings(path: Path, kept: Path, settings: Record) -> None:
-    before = _parse_object(kept.read_text(encoding="utf-8")) if kept.is_file() else None
-    if before is None:
+def _check_settings(path: Path, settings: Record) -> None:
+    kept = _settings_file(path)
+    if not kept.is_file():
         raise ValueError(f"--output={path} must be new, or have {kept.name} beside it; give another file, or remove it")
+    before = _parse_object(kept.read_bytes().decode(errors="surrogateescape"))
+    if before is None:
+        raise ValueError(
+            f"--output={path} must be new, or have beside it, in {kept.name}, what it was begun with, as JSON in "
+            "UTF-8; give another file, or remove it"
+        )
     for key, value in settings.items():
         if before.get(key) != value:
             raise ValueError(

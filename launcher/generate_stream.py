@@ -94,9 +94,25 @@ def stream_text(continuer: "Continuer", prompt: str, seed: int, out: TextIO) -> 
     return continuation.text
 
 
+def read_text(name: str, read: Callable[[], str]) -> str:
+    """What `read` returns. Raises ValueError, which begins with the name, for bytes that are no UTF-8: Python refuses
+    them in a stream and carries them as surrogates in an argument."""
+    try:
+        text = read()
+        text.encode()
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        found = error.object[error.start]
+        byte = found if isinstance(found, int) else ord(found) & 0xFF
+        raise ValueError(
+            f"{name} must be text in UTF-8, in which the byte 0x{byte:02x} does not fit; set the terminal to UTF-8, or "
+            "turn the text into it, such as with iconv -f LATIN1 -t UTF-8"
+        ) from error
+    return text
+
+
 def converse(continuer: "Continuer", *, seed: int, quiet: bool) -> None:
     """Continue one line of standard input after another, line n by seed + n; an empty line or the end of the input ends
-    it, Ctrl-C the continuation that is being written only."""
+    it, Ctrl-C the continuation that is being written only. Raises ValueError for a line that is not UTF-8."""
     for number, prompt in enumerate(_read_prompts()):
         try:
             stream_text(continuer, prompt, seed + number, sys.stdout)
@@ -112,7 +128,7 @@ def converse(continuer: "Continuer", *, seed: int, quiet: bool) -> None:
 def _read_prompts() -> Iterator[str]:
     while True:
         try:
-            prompt = input("> ") if sys.stdin.isatty() else input()
+            prompt = read_text("--interactive", lambda: input("> ") if sys.stdin.isatty() else input())
         except EOFError:
             return
         if not prompt:

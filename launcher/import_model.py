@@ -8,11 +8,12 @@ of flash-linear-attention, whose own tokenizer.model is given by --tokenizer.
 
 import argparse
 import hashlib
+import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from launcher.config import RunConfig, dump_config, load_config
 
@@ -29,6 +30,11 @@ example:
   prism import gated_deltanet-1.3B runs/peer --from fla --tokenizer tokenizer.model
 """
 FIXED = ("run_dir", "model")
+MODEL_TYPES = {"prism": "prism", "fla": "gated_deltanet"}
+ROW_KEY = "max_position_embeddings"
+FLA_COUNTS = ("hidden_size", "num_hidden_layers", "head_dim")
+MAY_BE_NULL = ("num_v_heads", ROW_KEY)
+"Counts of config.json that are left open by null."
 
 
 def main(arguments: list[str]) -> int:
@@ -85,6 +91,9 @@ def read_model(folder: Path, source: Source) -> "tuple[ModelConfig, dict[str, Te
     folder of another kind."""
     from prism_lm.export.folder import read_prism, read_settings
 
+    settings = read_settings(folder)
+    if settings.get("model_type") == MODEL_TYPES[source]:
+        check_integers(folder / "config.json", settings)
     match source:
         case "prism":
             model, weights = read_prism(folder)
@@ -92,8 +101,24 @@ def read_model(folder: Path, source: Source) -> "tuple[ModelConfig, dict[str, Te
             from prism_lm.export.fla import read_fla
 
             model, weights = read_fla(folder)
-    row_tokens = read_settings(folder).get("max_position_embeddings") or RunConfig(run_dir="unused").data.row_tokens
-    return model, weights, int(row_tokens)
+    row_tokens: int = settings.get(ROW_KEY) or RunConfig(run_dir="unused").data.row_tokens
+    return model, weights, row_tokens
+
+
+def check_integers(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError, which names the key, for a count in a config.json that is no whole number."""
+    from prism_lm.model.config import ModelConfig
+
+    hints = get_type_hints(ModelConfig)
+    for key in (*(name for name, hint in hints.items() if hint is int), *FLA_COUNTS, *MAY_BE_NULL):
+        value = settings.get(key, 1)
+        if type(value) is not int and not (value is None and key in MAY_BE_NULL):
+            raise ValueError(
+                f"{key}={json.dumps(value)} must be a whole number in {path}; copy the file again, or mend it there"
+            )
+    row_tokens = settings.get(ROW_KEY)
+    if row_tokens is not None and row_tokens < 1:
+        raise ValueError(f"{ROW_KEY}={row_tokens} must be at least 1 in {path}; give the tokens of a row, such as 2048")
 
 
 def build_config(

@@ -4,7 +4,6 @@
 weights: step 0, an optimizer without moments, the data from its start.
 """
 
-import hashlib
 import os
 import time
 from collections.abc import Mapping
@@ -14,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline.manifest import check_tokenizer
 from data_pipeline.tokenizer import Tokenizer
-from launcher.config import RunConfig, dump_config
+from launcher.config import RunConfig, dump_config, fingerprint_model
 from launcher.environment import detect_environment
 from launcher.provenance import describe_environment
+from launcher.run_folder import find_existing
 from prism_lm.checkpoint.folder import partial_folder, publish, step_folder, write_json, write_whole
 from prism_lm.checkpoint.fragments import OPTIMIZER_NAME, Kind, Piece, build_index
 from prism_lm.checkpoint.share import MainShare, Share
@@ -31,7 +31,10 @@ NO_DATA = "none was given to prism import; to train, import again with data.path
 
 
 def check_free(run_dir: Path) -> None:
-    """Raises ValueError where the folder is that of a run already."""
+    """Raises ValueError where the folder is that of a run already, and where none can be made."""
+    nearest = find_existing(run_dir)
+    if not nearest.is_dir():
+        raise ValueError(f"RUN={run_dir} must be a new folder, but {nearest} is a file; name another one")
     for name in ("config.yaml", "checkpoints"):
         if (run_dir / name).exists():
             raise ValueError(f"RUN={run_dir} must be a new folder, but holds {name}; name another one")
@@ -132,7 +135,7 @@ def _describe_run(config: RunConfig, tokenizer: "Tokenizer") -> "tuple[TrainRun,
         config_yaml=dump_config(config),
         environment=describe_environment(detect_environment(os.environ)),
         files={"tokenizer.model": tokenizer.model},
-        fingerprints={"model": hashlib.sha256(dump_config(config.model).encode()).hexdigest(), "data": data},
+        fingerprints={"model": fingerprint_model(config.model), "data": data},
     )
     return run, position
 

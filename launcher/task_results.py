@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.provenance import find_version, read_commit
+from launcher.run_folder import find_existing
 
 RESULTS_NAME, TABLE_NAME = "results.json", "table.md"
 SETTINGS_KEY = "prism"
@@ -72,22 +74,38 @@ def hash_files(folders: Iterable[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
+def check_place(run_dir: Path) -> None:
+    """Raises ValueError where results cannot be written below the run folder; tried, since a mount or a quota may be
+    what forbids it."""
+    for folder in (run_dir / "evaluations", run_dir / "tensorboard"):
+        nearest = find_existing(folder)
+        if not nearest.is_dir():
+            raise ValueError(f"{nearest} must be a folder, for results are written into it; move the file elsewhere")
+        try:
+            tempfile.TemporaryFile(dir=nearest).close()
+        except OSError as error:
+            raise ValueError(
+                f"RUN={run_dir} must be a folder in which results can be written, and {nearest} is none "
+                f"({error.strerror}); change its permissions, or evaluate a copy of the run"
+            ) from error
+
+
 def find_finished(evaluation: Evaluation, *, with_samples: bool) -> Path | None:
-    """The folder that holds these results already, with samples where they are wanted."""
+    """The folder that holds these results already, of every task, with samples where they are wanted."""
     for folder in evaluation.folders:
-        settings = _read_settings(folder)
+        record = _read_record(folder)
         is_whole = (folder / TABLE_NAME).is_file() and (not with_samples or any(folder.glob("samples_*.jsonl")))
-        if settings == evaluation.settings and is_whole:
+        if record.get("settings") == evaluation.settings and is_whole and not record.get("failed"):
             return folder
     return None
 
 
-def _read_settings(folder: Path) -> dict[str, Any] | None:
-    """Those that write_evaluation wrote; None where there are none."""
+def _read_record(folder: Path) -> dict[str, Any]:
+    """What write_evaluation wrote under a key of ours; empty where there is nothing."""
     try:
-        return json.loads((folder / RESULTS_NAME).read_text(encoding="utf-8"))[SETTINGS_KEY]["settings"]
-    except (FileNotFoundError, KeyError, ValueError):
-        return None
+        return dict(json.loads((folder / RESULTS_NAME).read_text(encoding="utf-8"))[SETTINGS_KEY])
+    except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, ValueError):
+        return {}
 
 
 def read_table(folder: Path) -> str:
@@ -95,10 +113,14 @@ def read_table(folder: Path) -> str:
     return (folder / TABLE_NAME).read_text(encoding="utf-8").rstrip("\n")
 
 
-def write_evaluation(evaluation: Evaluation, results: Mapping[str, Any]) -> Path:
-    """Write the folder of results and return it; other results of that step stay as they are."""
+def write_evaluation(
+    evaluation: Evaluation, results: Mapping[str, Any], *, failed: Mapping[str, str] | None = None
+) -> Path:
+    """Write the folder of results and return it; other results of that step stay as they are. `failed`: tasks that the
+    results lack and why, for which they are scored again when they are asked for."""
     plain, named = evaluation.folders
-    folder = named if plain.exists() and _read_settings(plain) not in (None, evaluation.settings) else plain
+    is_other = plain.exists() and _read_record(plain).get("settings") not in (None, evaluation.settings)
+    folder = named if is_other else plain
     beside = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
@@ -106,19 +128,21 @@ def write_evaluation(evaluation: Evaluation, results: Mapping[str, Any]) -> Path
     for task, documents in samples.items():
         lines = (_dump(_clean_sample(sample), indent=None) + "\n" for sample in documents)
         (beside / f"samples_{task}.jsonl").write_text("".join(lines), encoding="utf-8")
-    (beside / TABLE_NAME).write_text(spell_tables(evaluation, results), encoding="utf-8")
-    (beside / RESULTS_NAME).write_text(_dump(_complete(evaluation, results), indent=2) + "\n", encoding="utf-8")
+    (beside / TABLE_NAME).write_text(spell_tables(evaluation, results, failed or {}), encoding="utf-8")
+    whole = _complete(evaluation, results, failed or {})
+    (beside / RESULTS_NAME).write_text(_dump(whole, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     beside.replace(folder)
     return folder
 
 
-def spell_tables(evaluation: Evaluation, results: Mapping[str, Any]) -> str:
-    """lm-eval's tables of tasks and groups, in markdown."""
+def spell_tables(evaluation: Evaluation, results: Mapping[str, Any], failed: Mapping[str, str]) -> str:
+    """lm-eval's tables of tasks and groups, in markdown, and which tasks they lack."""
     from lm_eval.utils import make_table
 
     limited = f"  only the first {evaluation.limit} documents of each task" if evaluation.limit else ""
-    title = f"{evaluation.run_dir}  step {evaluation.step}  {evaluation.tokens:,} tokens{limited}"
+    lacking = f"  without {', '.join(failed)}, which failed" if failed else ""
+    title = f"{evaluation.run_dir}  step {evaluation.step}  {evaluation.tokens:,} tokens{limited}{lacking}"
     tables = [make_table(results, column) for column in ("results", "groups") if results.get(column)]
     return "\n".join([title, "", *tables])
 
@@ -135,7 +159,7 @@ def write_scalars(evaluation: Evaluation, results: Mapping[str, Any]) -> None:
             board.add_scalar(tag, value, evaluation.step)
 
 
-def _complete(evaluation: Evaluation, results: Mapping[str, Any]) -> dict[str, Any]:
+def _complete(evaluation: Evaluation, results: Mapping[str, Any], failed: Mapping[str, str]) -> dict[str, Any]:
     """The harness's result as its own tracker would write it, and our settings under one key."""
     from lm_eval.utils import hash_string, sanitize_model_name
 
@@ -145,6 +169,7 @@ def _complete(evaluation: Evaluation, results: Mapping[str, Any]) -> dict[str, A
         for task, documents in results.get("samples", {}).items()
     }
     versions = {package: find_version(package) for package in PACKAGES}
+    ours = {"settings": evaluation.settings, "versions": versions, "commit": read_commit()}
     return {
         **{key: value for key, value in results.items() if key != "samples"},
         "task_hashes": hashes,
@@ -156,7 +181,7 @@ def _complete(evaluation: Evaluation, results: Mapping[str, Any]) -> dict[str, A
         "fewshot_as_multiturn": None,
         "chat_template": None,
         "chat_template_sha": None,
-        SETTINGS_KEY: {"settings": evaluation.settings, "versions": versions, "commit": read_commit()},
+        SETTINGS_KEY: {**ours, "failed": dict(failed)} if failed else ours,
     }
 
 

@@ -15,6 +15,8 @@ from prism_lm.model.operators import Operators
 from prism_lm.parallel.mesh import Ranks
 
 if TYPE_CHECKING:
+    from lm_eval.api.group import Group
+    from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
     from torch import nn
 
@@ -55,8 +57,15 @@ class LoadedTasks:
     later can end a run."""
 
     def __init__(self, manager: "TaskManager", names: Sequence[str]) -> None:
+        """Raises ValueError, which names the task, for one that cannot be loaded, and for one that is named twice."""
         self.task_index: Mapping[str, Any] = manager.task_index
-        self._loaded = manager.load(list(names))
+        built = [item for name in names for item in _load_alone(manager, name)]
+        try:
+            self._loaded = manager.load(built)
+        except ValueError as error:
+            raise ValueError(
+                f"tasks {','.join(names)} must not hold a task twice ({error}); leave out the group, or the task"
+            ) from error
         self.tasks: Mapping[str, Any] = self._loaded["tasks"]
 
     def load(self, task_list: Sequence[str]) -> Mapping[str, Any]:
@@ -68,14 +77,11 @@ def load_tasks(
     names: Sequence[str], folders: Sequence[Path], *, num_fewshot: int | None, row_tokens: int
 ) -> LoadedTasks:
     """The tasks with their data. Raises ValueError, in the words of the keys of train.tasks."""
-    from launcher.eval_suite import build_task_manager, explain_task_failure, refuse_leaking_examples
+    from launcher.eval_suite import build_task_manager, refuse_leaking_examples
     from prism_lm.eval.lm_eval_adapter import check_generation
 
     try:
-        manager = build_task_manager(names, folders)
-        for name in names:
-            _load_alone(manager, name, explain_task_failure)
-        loaded = LoadedTasks(manager, names)
+        loaded = LoadedTasks(build_task_manager(names, folders), names)
         refuse_leaking_examples(loaded.tasks, num_fewshot)
         check_generation(loaded.tasks, row_tokens)
     except ValueError as error:
@@ -83,15 +89,20 @@ def load_tasks(
     return loaded
 
 
-def _load_alone(manager: "TaskManager", name: str, explain: Callable[[str, BaseException], str | None]) -> None:
+def _load_alone(manager: "TaskManager", name: str) -> "list[Task | Group]":
+    """The task or the group of that name, or the tasks of that tag, with their data."""
+    from launcher.eval_suite import explain_task_failure
+
     try:
-        manager.load([name])
+        found = manager.load([name])
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            explain(name, error)
+            explain_task_failure(name, error)
             or f"task {name} must be one that lm-eval can load ({reason}); look at its YAML and its data"
         ) from error
+    group = found.get("groups", {}).get(name)
+    return list(found["tasks"].values()) if group is None else [group]
 
 
 def _spell_keys(text: str) -> str:

@@ -31,6 +31,11 @@ class TaskConfig:
                 raise ValueError(f"train.tasks.{name}={getattr(self, name)} must be at least 0; use 0 to turn it off")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ValueError(f"train.tasks.num_fewshot={self.num_fewshot} must be at least 0; leave it out")
+        repeated = [name for place, name in enumerate(self.names) if name in self.names[:place]]
+        if repeated:
+            raise ValueError(
+                f"train.tasks.names=[{','.join(self.names)}] must hold each task once; name {repeated[0]} once only"
+            )
         if self.every_steps and not self.names:
             raise ValueError(
                 f"train.tasks.every_steps={self.every_steps} must go with tasks, and train.tasks.names=[] holds none; "

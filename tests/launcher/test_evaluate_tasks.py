@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard.writer import SummaryWriter
 
 from launcher.__main__ import EXIT_FAILED, EXIT_USAGE, main
+from prism_lm.eval import lm_eval_adapter
 from tests.harness import run_on
 from tests.launcher.trained_folders import TASK_FOLDER, write_trained_run
 
@@ -177,3 +178,128 @@ def test_a_task_whose_file_is_missing_says_how_to_get_it(
 def test_solved_examples_from_the_scored_split_are_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run_dir), "--tasks", "choice_of_three", "--num-fewshot", "2", *OPTIONS]) == EXIT_FAILED
     assert "num_fewshot=2 must be 0 for task choice_of_three" in capsys.readouterr().err
+
+
+def test_a_text_longer_than_a_row_is_refused_before_the_weights_are_read(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch("launcher.evaluate_tasks.load_model", side_effect=AssertionError("weights were read")):
+        arguments = ["--tasks", TASKS, "--max-length", "16", *OPTIONS]
+        assert main(["evaluate", str(run_dir), *arguments]) == EXIT_FAILED
+    error = capsys.readouterr().err
+    assert error.startswith("error: task generate_until_words: max_gen_toks=24 must be above 0 and below")
+    assert "max_length_tokens=16" in error and error.count("\n") == 1
+
+
+def evaluate_noting_who_describes(run_dir: str, notes: str) -> None:
+    score_tasks = lm_eval_adapter.score_tasks
+
+    def note(*arguments, describes_machine=True, **options):
+        (Path(notes) / os.environ["RANK"]).write_text(str(describes_machine))
+        return score_tasks(*arguments, describes_machine=False, **options)
+
+    with mock.patch("prism_lm.eval.lm_eval_adapter.score_tasks", note):
+        assert main(["evaluate", run_dir, "--tasks", "choice_of_two", "--limit", "2", *OPTIONS]) == 0
+
+
+def test_main_rank_alone_asks_what_machine_this_is(tmp_path: Path) -> None:
+    run_on(2, evaluate_noting_who_describes, str(write_trained_run(tmp_path / "small")), str(tmp_path))
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "False"]
+
+
+def test_task_that_cannot_be_loaded_is_loaded_once_and_named(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from lm_eval.tasks import TaskManager
+
+    load, asked = TaskManager.load, []
+
+    def note(manager: TaskManager, names: list[Any]) -> Any:
+        asked.extend(name for name in names if isinstance(name, str))
+        return load(manager, names)
+
+    (tmp_path / "lost.yaml").write_text(
+        (TASK_FOLDER / "choice_of_two.yaml").read_text().replace("choice_of_two", "lost")
+    )
+    tasks = ["--tasks", "choice_of_three,lost,choice_of_two", *OPTIONS, "--task-data", str(tmp_path)]
+    with mock.patch.object(TaskManager, "load", note):
+        assert main(["evaluate", str(run_dir), *tasks]) == EXIT_FAILED
+    assert asked == ["choice_of_three", "lost"]
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: task lost must ") and "; " in error
+
+
+@pytest.mark.parametrize("name", ["evaluations", "tensorboard"])
+def test_file_in_the_place_of_the_results_is_one_line_before_anything_is_loaded(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_trained_run(tmp_path / "small")
+    (run_dir / name).write_text("")
+    with mock.patch("launcher.evaluate_tasks.build_task_manager", side_effect=AssertionError("tasks were looked up")):
+        assert main(["evaluate", str(run_dir), "--tasks", TASKS, *OPTIONS]) == EXIT_USAGE
+    rule = "must be a folder, for results are written into it; move the file elsewhere"
+    assert capsys.readouterr().err == f"error: {run_dir / name} {rule}\n"
+
+
+def test_run_folder_that_cannot_be_written_is_one_line_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = write_trained_run(tmp_path / "small")
+    refused = PermissionError(13, "Permission denied")
+    with (
+        mock.patch("launcher.task_results.tempfile.TemporaryFile", side_effect=refused),
+        mock.patch("launcher.evaluate_tasks.build_task_manager", side_effect=AssertionError("tasks were looked up")),
+    ):
+        assert main(["evaluate", str(run_dir), "--tasks", TASKS, *OPTIONS]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: RUN={run_dir} must be a folder in which results can be written")
+    assert "(Permission denied); change its permissions" in error and error.count("\n") == 1
+
+
+CODE = """
+def divide(items):
+    return 1 / 0
+
+def lose(doc, results):
+    raise KeyError("gold")
+"""
+
+
+def write_failing_tasks(folder: Path) -> Path:
+    """`adds` fails where its figures are put together, `compares` at each document; both, and a sound one, in a group
+    of two levels."""
+    folder.mkdir()
+    (folder / "failing.py").write_text(CODE)
+    text = (TASK_FOLDER / "choice_of_two.yaml").read_text()
+    text = text.replace("${task_folder}", str(TASK_FOLDER)).replace("task: choice_of_two", "task: NAME")
+    adds = text.replace("aggregation: mean", "aggregation: !function failing.divide", 1)
+    compares = text.replace("output_type", "process_results: !function failing.lose\noutput_type")
+    for name, definition in (("adds", adds), ("compares", compares), ("sound", text)):
+        (folder / f"{name}.yaml").write_text(definition.replace("NAME", name))
+    listed = "aggregate_metric_list:\n  - metric: acc\n"
+    (folder / "inner.yaml").write_text(f"group: inner\ntask: [adds, compares]\n{listed}")
+    (folder / "outer.yaml").write_text(f"group: outer\ntask: [inner, sound]\n{listed}")
+    return folder
+
+
+@pytest.mark.parametrize("names", ["choice_of_three,adds,compares,sound", "choice_of_three,outer"])
+@pytest.mark.parametrize("options", [[], ["--log-samples"], ["--bootstrap-iters", "2"]], ids=["", "samples", "bars"])
+def test_tasks_whose_own_code_fails_are_named_and_the_others_results_kept(
+    names: str, options: list[str], run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, run_dir = write_failing_tasks(tmp_path / "tasks"), write_trained_run(tmp_path / "small")
+    arguments = [*OPTIONS, "--task-data", str(folder), *options]
+    for _ in range(2):
+        assert main(["evaluate", str(run_dir), "--tasks", names, *arguments]) == EXIT_FAILED
+        said = capsys.readouterr()
+        error = said.err.splitlines()[-1]
+        assert error.startswith("error: task ") and "ZeroDivisionError: division by zero" in error
+        assert "compares: KeyError: 'gold'" in error and str(run_dir / "evaluations" / "tasks_step_12") in error
+        assert "which failed" in said.out and "|choice_of_three" in said.out
+    results = read_results(run_dir / "evaluations" / "tasks_step_12")
+    assert set(results["results"]) == {"choice_of_three", "sound"} and not results.get("groups")
+    assert set(results["prism"]["failed"]) == {"adds", "compares"}
+    assert {file.name for file in (run_dir / "evaluations").iterdir()} == {"tasks_step_12"}
+    assert main(["evaluate", str(run_dir), "--tasks", "choice_of_three,sound", *arguments]) == 0
+    (alone,) = (run_dir / "evaluations").glob("tasks_step_12_*")
+    assert read_results(alone)["results"] == results["results"]

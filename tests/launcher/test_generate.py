@@ -3,6 +3,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -104,6 +105,7 @@ def test_bf16_is_what_precision_asks_for(run_dir: Path, capsys: pytest.CaptureFi
     assert texts[0] == texts[1] != texts[2]
 
 
+CONVERT = "set the terminal to UTF-8, or turn the text into it, such as with iconv -f LATIN1 -t UTF-8"
 WRONG = {
     "--samples 0": "--samples=0 must be at least 1; for example --samples 3",
     "--max-new-tokens 0": "--max-new-tokens=0 must be at least 1; for example --max-new-tokens 200",
@@ -127,6 +129,16 @@ WRONG = {
     "--prompts in.txt --output no/y": "--output=no/y must lie in a folder that exists; make no first",
     "--prompts in.txt --output in.txt": "--output=in.txt must be a file other than --prompts; "
     "for example --output out.jsonl",
+    "--prompts in.txt --output .": "--output=. must be a file other than --prompts; for example --output out.jsonl",
+    "--prompts in.txt --output in.txt/y": "--output=in.txt/y must lie in a folder, which HERE/in.txt is not; "
+    "give another file",
+    "--prompts in.txt --output in.txt/x/y": "--output=in.txt/x/y must lie in a folder, which HERE/in.txt is not; "
+    "give another file",
+    f"--prompts in.txt --output {'y' * 300}": f"--prompts=in.txt and --output={'y' * 300} must lie where files can be "
+    "looked at (File name too long); give other ones",
+    "--prompt caf\udce9": "--prompt='caf\\udce9' must be text in UTF-8, in which the byte 0xe9 does not fit; "
+    + CONVERT,
+    "--stop \udcff": "--stop='\\udcff' must be text in UTF-8, in which the byte 0xff does not fit; " + CONVERT,
 }
 
 
@@ -137,7 +149,24 @@ def test_what_is_typed_wrong_is_refused_in_one_line_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     Path("in.txt").write_text("a\n")
     assert main(["generate", "no_run", *options.split()]) == EXIT_USAGE
-    assert capsys.readouterr().err == f"error: {WRONG[options]}\n"
+    assert capsys.readouterr().err == f"error: {WRONG[options]}\n".replace("HERE", str(tmp_path))
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+@pytest.mark.parametrize("option", ["--prompt=-", "--interactive"])
+def test_standard_input_that_is_not_utf8_is_refused_in_one_line(
+    option: str,
+    errors: str,
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    typed = io.TextIOWrapper(io.BytesIO("café\n".encode("latin-1")), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", typed)
+    with mock.patch("torch.distributed.init_process_group", side_effect=AssertionError("a group was started")):
+        assert main(["generate", str(run_dir), option]) == EXIT_USAGE
+    expected = f"error: {option} must be text in UTF-8, in which the byte 0xe9 does not fit; {CONVERT}\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize("options", [["--interactive"], ["--prompts", "in.txt", "--output", "out.jsonl"]])

@@ -127,6 +127,42 @@ def test_file_of_other_work_is_not_gone_on_with(
     assert output.read_bytes() == written
 
 
+@pytest.mark.parametrize(
+    "content", [b'{"seed": "\xe9"}', b"{", b"[]", b"[" * 100_000], ids=["bytes", "cut", "list", "deep"]
+)
+def test_settings_of_an_output_that_cannot_be_read_are_named(
+    content: bytes, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, output = write_prompts(tmp_path), tmp_path / "out.jsonl"
+    output.write_text('{"prompt": "the cat", "id": 0, "text": "", "num_new_tokens": 0, "finish_reason": "stop"}\n')
+    (tmp_path / "out.jsonl.settings.json").write_bytes(content)
+    assert main(build_arguments(run_dir, source, output)) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --output={output} must be new, or have beside it, in out.jsonl.settings.json, ")
+    assert error.endswith("as JSON in UTF-8; give another file, or remove it\n") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("reason", ["Is a directory", "Permission denied"])
+def test_output_that_cannot_be_written_is_refused_before_the_weights_are_read(
+    reason: str, run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("launcher.trained_run.load_model", None)
+    source, output, open_file = write_prompts(tmp_path), tmp_path / "out.jsonl", Path.open
+
+    def refuse(path: Path, *arguments, **options):
+        if path == output:
+            raise PermissionError(13, reason)
+        return open_file(path, *arguments, **options)
+
+    if reason == "Is a directory":
+        (tmp_path / "out.jsonl.settings.json").mkdir()
+    else:
+        monkeypatch.setattr(Path, "open", refuse)
+    assert main(build_arguments(run_dir, source, output)) == EXIT_USAGE
+    rule = f"must be a file that can be written, with {output.name}.settings.json beside it ({reason})"
+    assert capsys.readouterr().err == f"error: --output={output} {rule}; give another file\n"
+
+
 WRONG = {
     "[1]": 'line 2 must be an object with a text "prompt"',
     "{": 'line 2 must be an object with a text "prompt"',

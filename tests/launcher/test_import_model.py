@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 
 from data_pipeline.synthetic import write_synthetic_dataset
 from launcher.__main__ import EXIT_USAGE, VERBS, Verb, main
+from launcher.config import RunConfig
+from launcher.import_model import read_model
 from launcher.imported_run import NO_DATA, draw_generators, write_imported_run
 from launcher.run_data import open_loader
 from launcher.trained_run import load_trained_run
@@ -149,6 +152,48 @@ def test_a_folder_of_a_run_is_refused(exported: Path, run_dir: Path, capsys: pyt
     assert main(["import", str(exported), str(run_dir)]) == EXIT_USAGE
     assert f"RUN={run_dir} must be a new folder, but holds config.yaml" in capsys.readouterr().err
     assert sorted(run_dir.rglob("*")) == before
+
+
+@pytest.mark.parametrize("inner", ["", "deeper/run"])
+def test_a_file_in_the_place_of_the_run_is_refused(exported: Path, tmp_path: Path, inner: str, capsys) -> None:
+    (tmp_path / "taken").write_text("mine")
+    run_dir = tmp_path / "taken" / inner
+    assert main(["import", str(exported), str(run_dir)]) == EXIT_USAGE
+    rule = f"must be a new folder, but {tmp_path / 'taken'} is a file; name another one"
+    assert capsys.readouterr().err == f"error: RUN={run_dir} {rule}\n"
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("max_position_embeddings", "x", "must be a whole number"),
+        ("max_position_embeddings", 12.5, "must be a whole number"),
+        ("max_position_embeddings", [64], "must be a whole number"),
+        ("max_position_embeddings", True, "must be a whole number"),
+        ("max_position_embeddings", -64, "must be at least 1"),
+        ("num_layers", "2", "must be a whole number"),
+        ("vocab_size", None, "must be a whole number"),
+        ("model_width", 32.0, "must be a whole number"),
+    ],
+)
+def test_count_in_the_configuration_that_is_none_is_named(
+    exported: Path, tmp_path: Path, key: str, value: object, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(exported, tmp_path / "exported")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {key: value}))
+    assert main(["import", str(folder), str(tmp_path / "run")]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {key}={json.dumps(value)} {rule} in {folder / 'config.json'}; ")
+    assert error.count("\n") == 1 and not (tmp_path / "run").exists()
+
+
+def test_row_length_that_is_left_open_takes_the_default(exported: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(exported, tmp_path / "exported")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": None}))
+    assert read_model(folder, "prism")[2] == RunConfig(run_dir="unused").data.row_tokens
 
 
 @pytest.mark.parametrize("key", ["model.num_layers=3", "run_dir=elsewhere"])

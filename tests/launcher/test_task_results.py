@@ -46,3 +46,17 @@ def test_results_without_their_table_are_scored_anew(evaluation: Evaluation) -> 
     assert find_finished(evaluation, with_samples=False) is None
     assert write_evaluation(evaluation, RESULTS) == folder == find_finished(evaluation, with_samples=False)
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_results_that_lack_a_task_are_scored_anew_in_their_place(evaluation: Evaluation) -> None:
+    folder = write_evaluation(evaluation, RESULTS, failed={"mine": "KeyError"})
+    assert "without mine, which failed" in (folder / TABLE_NAME).read_text()
+    assert find_finished(evaluation, with_samples=False) is None
+    assert write_evaluation(evaluation, RESULTS) == folder == find_finished(evaluation, with_samples=False)
+
+
+def test_results_file_of_another_kind_holds_none(evaluation: Evaluation) -> None:
+    folder = write_evaluation(evaluation, RESULTS)
+    for content in ("[]", "3", '{"prism": 3}', "{"):
+        (folder / "results.json").write_text(content)
+        assert find_finished(evaluation, with_samples=False) is None

@@ -136,6 +136,14 @@ def write_task(folder: Path, name: str, *, data_files: Path, output_type: str = 
     ("keys", "words"),
     [
         (["train.tasks.names=[]"], ["train.tasks.every_steps=2", "train.tasks.names=[]", "use train.tasks.names="]),
+        (
+            ["train.tasks.names=[choice_of_two,rolling_words,choice_of_two]"],
+            ["names=[choice_of_two,rolling_words,choice_of_two] must hold each task once; name choice_of_two once"],
+        ),
+        (
+            ["train.tasks.names=[pair,choice_of_two]"],
+            ["task", "pair,choice_of_two must not hold a task twice", "leave"],
+        ),
         (["train.tasks.limit_documents=-1"], ["train.tasks.limit_documents=-1 must be at least 0"]),
         (["train.tasks.data=[nowhere]"], ["train.tasks.data=nowhere must be an existing folder"]),
         (["train.tasks.names=[lost]"], ["task lost must "]),
@@ -145,7 +153,7 @@ def write_task(folder: Path, name: str, *, data_files: Path, output_type: str = 
             ["task writes: max_gen_toks=256 must be above 0 and below data.row_tokens=64"],
         ),
     ],
-    ids=["no-task", "limit", "folder", "data", "leak", "long-text"],
+    ids=["no-task", "twice", "in-a-group", "limit", "folder", "data", "leak", "long-text"],
 )
 def test_task_that_cannot_be_scored_is_one_line_before_any_process_group_starts(
     keys: list[str], words: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -153,6 +161,7 @@ def test_task_that_cannot_be_scored_is_one_line_before_any_process_group_starts(
     lost = write_task(tmp_path / "lost", "lost", data_files=tmp_path / "lost.jsonl")
     lines = TASKS / "rolling_words.jsonl"
     writes = write_task(tmp_path / "writes", "writes", data_files=lines, output_type="generate_until")
+    (lost / "pair.yaml").write_text("group: pair\ntask: [choice_of_two, rolling_words]\n")
     folders = f"train.tasks.data=[{TASKS},{lost},{writes}]"
     with mock.patch("torch.distributed.init_process_group", side_effect=AssertionError("a group was started")):
         assert main(build_arguments(tmp_path / "run", data, *EVALUATED, folders, *keys)) == EXIT_USAGE
