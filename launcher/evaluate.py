@@ -183,6 +183,7 @@ def evaluate_run(
     `ranks`: all processes of a run, each of which calls this; `sequence_degree` of them share each row, by default all.
     """
     from launcher.run_data import open_evaluated_data
+    from launcher.task_results import check_place
     from launcher.trained_run import all_ranks, find_run
     from prism_lm.parallel.collectives import broadcast_object
 
@@ -198,6 +199,8 @@ def evaluate_run(
     )
     check_mixers(config.model, ranks.sequence_degree, key="--sequence-degree")
     file = run_dir / "evaluations" / f"{split}_step_{run.step}_data_{manifest.fingerprint[:12]}.json"
+    if not file.is_file():
+        check_place(run_dir)
     identity = {"split": split, "step": run.step, "data": config.data.path, "data_fingerprint": manifest.fingerprint}
     with all_ranks(ranks):
         figures = broadcast_object(read_figures(file))

@@ -134,8 +134,10 @@ def _load(run_dir: Path, precision: Precision) -> "TrainedRun":
     import torch
 
     from launcher.trained_run import choose_dtype, find_run, load_model
+    from prism_lm.model.peer_rules import refuse_peer
 
     run = replace(find_run(run_dir, kernels="plain"), device=torch.device("cpu"))
+    refuse_peer(run.config.model, f"prism export {run_dir}", "export a run of another mixer")
     return load_model(run, dtype=choose_dtype(run, run.config.train.precision if precision == "auto" else precision))
 
 

@@ -79,7 +79,7 @@ def spell_type(hint: Any) -> str:
         return f"map of {spell_type(parts[0])} to {spell_type(parts[1])}"
     if origin in (list, tuple):
         return f"list of {spell_type(parts[0])}"
-    return getattr(hint, "__name__", str(hint))
+    return "any value" if hint is Any else getattr(hint, "__name__", str(hint))
 
 
 def _spell_default(item: Field[Any]) -> str:

@@ -37,13 +37,13 @@ def main(arguments: list[str]) -> int:
     if not (parsed.all or parsed.tasks or parsed.models):
         raise ValueError("prism probe must be told what to run; use --all, or --tasks and --models")
     tasks = choose_tasks(read_names(parsed.tasks))
-    models, absent = choose_models(read_names(parsed.models))
+    device = choose_device(parsed.device)
+    models, absent = choose_models(read_names(parsed.models), device)
     recipe = _read_recipe(parsed)
     cells = plan_cells(tasks, models, _check_seeds(parsed.seeds), recipe)
-    device = choose_device(parsed.device)
     out: Path = parsed.out
     _say(f"{len(cells)} cells on {device}, {describe_parameters(models)} parameters")
-    _say(*(f"{name}: absent, not trained: {why_absent(name)}" for name in absent))
+    _say(*(f"{name}: absent, not trained: {why_absent(name, device)}" for name in absent))
     results = run_cells(cells, out, device=device, workers=parsed.workers or _count_workers(device), report=_say)
     print(write_report(results, tasks, absent, out, "prism probe " + shlex.join(arguments)))
     return 0

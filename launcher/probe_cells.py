@@ -17,6 +17,7 @@ from typing import Any
 from prism_lm.eval.probes.config import ProbeConfig
 from prism_lm.eval.probes.models import configure_model
 from prism_lm.model.cost import count_parameters
+from prism_lm.model.peer_rules import describe_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class Cell:
             "model": self.model,
             "seed": self.seed,
             "recipe": asdict(self.config),
-            "config": asdict(model),
+            "config": describe_model(model),
             "parameters": count_parameters(model),
         }
 

@@ -69,7 +69,7 @@ def _details(config: ModelConfig) -> list[str]:
 
 
 def _spell(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 def _count_by_part(config: ModelConfig) -> Counter[str]:

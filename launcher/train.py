@@ -4,12 +4,11 @@ One process, `torchrun --nproc-per-node N -m launcher train CONFIG`, or `srun` w
 """
 
 import argparse
-import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.config import RunConfig, dump_config, load_config
+from launcher.config import RunConfig, dump_config, fingerprint_model, load_config
 from launcher.environment import ProcessEnvironment, apply_environment, detect_environment
 from launcher.help_text import describe_config
 
@@ -60,11 +59,17 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
     from prism_lm.model.cost import flops_per_token
     from prism_lm.model.kernels import choose_kernels, select_operators
     from prism_lm.model.lm import build_model
+    from prism_lm.model.peer_rules import check_peer_installed, refuse_peer
     from prism_lm.parallel.apply import apply_to_operators, check_alignment
     from prism_lm.parallel.mesh import choose_device, cut_rows
     from prism_lm.train.config import compute_accumulation_steps
     from prism_lm.train.state import TrainRun
 
+    check_peer_installed(config.model)
+    if config.train.tasks.every_steps:
+        asked = f"train.tasks.every_steps={config.train.tasks.every_steps}"
+        refuse_peer(config.model, asked, "use train.tasks.every_steps=0")
+    flops = flops_per_token(config.model, config.data.row_tokens)
     ranks = cut_rows(environment.ranks, config.parallel.sequence_degree, row_tokens=config.data.row_tokens)
     device_type = choose_device(ranks).type
     kernels = choose_kernels(config.parallel.kernels, device_type)
@@ -87,12 +92,12 @@ def build_run(config: RunConfig, environment: ProcessEnvironment) -> "TrainRun":
         build_validation_loader=None if validation_loader is None else lambda: validation_loader,
         validation_sources=() if validation_loader is None else tuple(manifest.sources("validation")),
         task_scorer=open_task_scorer(config, operators, ranks),
-        flops_per_token=flops_per_token(config.model, config.data.row_tokens),
+        flops_per_token=flops,
         config_yaml=dump_config(config),
         environment={**describe_environment(environment), "kernels": kernels},
         files={"tokenizer.model": read_tokenizer(config)},
         fingerprints={
-            "model": hashlib.sha256(dump_config(config.model).encode()).hexdigest(),
+            "model": fingerprint_model(config.model),
             "data": manifest.describe(),
         },
     )

@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from prism_lm.model.config import ModelConfig
-from prism_lm.model.decode_state import AttentionState, DecodeState, LayerState, RecurrentState
+from prism_lm.model.decode_state import DecodeState, LayerState
 from prism_lm.model.init import draw_initial_value
 from prism_lm.model.lm import IGNORED_LABEL, LanguageModel
 from prism_lm.model.operators import Operators, build_plain_operators
@@ -89,8 +89,7 @@ class PrismCache:
 
 
 def _map_layer(layer: LayerState, function: Callable[[Tensor], Tensor]) -> LayerState:
-    kind: type[RecurrentState] | type[AttentionState] = type(layer)
-    return kind(*(None if tensor is None else function(tensor) for tensor in layer))  # pyright: ignore[reportArgumentType]
+    return type(layer)(*(None if tensor is None else function(tensor) for tensor in layer))  # pyright: ignore
 
 
 class PrismForCausalLM(PreTrainedModel, GenerationMixin):

@@ -1,4 +1,4 @@
-"""Gated DeltaNet and softmax attention behind the PRISM mixer's forward.
+"""Gated DeltaNet, linear attention and softmax attention behind the PRISM mixer's forward.
 
 Dims: B batch, T tokens, H heads, K key width, V value width, D model width.
 """
@@ -9,7 +9,7 @@ from prism_lm.model.config import ModelConfig
 from prism_lm.model.decode_state import AttentionState, RecurrentState
 from prism_lm.model.operators import Operators
 from prism_lm.model.recurrent_parts import GatedNorm, ShortConv, StepSizes, build_decay, build_linear
-from prism_lm.model.scan import ScanInputs, ScanRunner
+from prism_lm.model.scan import ScanInputs, ScanRunner, build_pure_writes
 
 
 def _head_widths(config: ModelConfig) -> list[int]:
@@ -64,6 +64,41 @@ class GatedDeltaMixer(nn.Module):
             step_size_BTMH=self.step_sizes(step_BTH),
             log_decay_BTH=self.decay(decay_BTH),
         )
+
+
+class LinearAttentionMixer(nn.Module):
+    """Causal linear attention (arXiv 2006.16236): Gated DeltaNet's mixer that neither decays nor forgets nor weighs
+    what it writes, S_t = S_{t-1} + v k^T, o = S q / sqrt(K), so that the recurrence alone differs.
+
+    Queries and keys of norm 1 stand for the paper's feature map, and the norm of each head's output for its normaliser:
+    a quotient of each token and head, which that norm takes out again.
+    """
+
+    def __init__(self, config: ModelConfig, *, operators: Operators) -> None:
+        super().__init__()
+        width_D, width_HV = config.model_width, config.num_heads * config.value_width
+        self.num_heads, self.widths = config.num_heads, _head_widths(config)
+        self.query_key_value = build_linear(width_D, sum(self.widths))
+        self.conv = ShortConv(sum(self.widths), config.conv_width, operators=operators)
+        self.gate = build_linear(width_D, width_HV)
+        self.norm = GatedNorm(config.value_width, config.norm_eps, operators=operators)
+        self.output = build_linear(width_HV, width_D)
+        self.run_scan = ScanRunner(operators, activation="identity", chunk_tokens=config.chunk_tokens)
+        self.run_unit_keys = operators.unit_keys
+
+    def forward(
+        self, x_BTD: Tensor, document_start_BT: Tensor | None, state: RecurrentState | None
+    ) -> tuple[Tensor, RecurrentState]:
+        """The mixed tokens and the state after the last; `state` continues a row, None begins one."""
+        window = None if state is None else state.window_BWD
+        mixed_BTC, window = self.conv(self.query_key_value(x_BTD), document_start_BT, window)
+        parts = mixed_BTC.split(self.widths, dim=-1)
+        query_BTHK, key_BTHK, value_BTHV = (part.unflatten(-1, (self.num_heads, -1)) for part in parts)
+        query_BTHK, key_BTHK = (self.run_unit_keys(x_BTHK)[:, :, 0] for x_BTHK in (query_BTHK, key_BTHK))
+        inputs = build_pure_writes(query_BTHK, key_BTHK, value_BTHV.contiguous())
+        out_BTHV, state_BHVK = self.run_scan(inputs, document_start_BT, None if state is None else state.state_BHVK)
+        gate_BTHV = self.gate(x_BTD).unflatten(-1, (self.num_heads, -1))
+        return self.output(self.norm(out_BTHV, gate_BTHV).flatten(-2)), RecurrentState(state_BHVK, window)
 
 
 class AttentionMixer(nn.Module):

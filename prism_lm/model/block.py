@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from prism_lm.model.baselines import AttentionMixer, GatedDeltaMixer
+from prism_lm.model.baselines import AttentionMixer, GatedDeltaMixer, LinearAttentionMixer
 from prism_lm.model.config import Mixer, ModelConfig
 from prism_lm.model.decode_state import LayerState
 from prism_lm.model.mixer import PrismMixer
@@ -11,15 +11,26 @@ from prism_lm.model.mlp import SwiGLU
 from prism_lm.model.operators import Operators
 
 
-def build_mixer(config: ModelConfig, mixer: Mixer, *, operators: Operators) -> nn.Module:
-    """The mixer of that name: (x_BTD, document_start_BT, state) -> (out_BTD, new state)."""
+def build_mixer(config: ModelConfig, mixer: Mixer, *, operators: Operators, layer: int = 0) -> nn.Module:
+    """The mixer of that name: (x_BTD, document_start_BT, state) -> (out_BTD, new state). `layer`: its place in the
+    model."""
     match mixer:
         case "prism":
             return PrismMixer(config, operators=operators)
         case "gated_delta":
             return GatedDeltaMixer(config, operators=operators)
+        case "linear_attention":
+            return LinearAttentionMixer(config, operators=operators)
+        case "ttt":
+            from prism_lm.model.ttt import TTTMixer
+
+            return TTTMixer(config, operators=operators)
         case "attention":
             return AttentionMixer(config, operators=operators)
+        case "peer":
+            from prism_lm.model.peer_mixer import PeerMixer
+
+            return PeerMixer(config, layer=layer)
 
 
 class AddNorm(nn.Module):
@@ -38,10 +49,10 @@ class AddNorm(nn.Module):
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, mixer: Mixer, *, operators: Operators) -> None:
+    def __init__(self, config: ModelConfig, mixer: Mixer, *, operators: Operators, layer: int = 0) -> None:
         super().__init__()
         self.mixer_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
-        self.mixer = build_mixer(config, mixer, operators=operators)
+        self.mixer = build_mixer(config, mixer, operators=operators, layer=layer)
         self.mlp_norm = AddNorm(config.model_width, config.norm_eps, operators=operators)
         self.mlp = SwiGLU(config.model_width, config.mlp_width, operators=operators)
 

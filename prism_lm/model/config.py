@@ -4,11 +4,11 @@ Importing this file loads no torch, so that help texts stay fast. Named sizes ar
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from kernels.prism.activation import Activation
 
-Mixer = Literal["prism", "gated_delta", "attention"]
+Mixer = Literal["prism", "gated_delta", "linear_attention", "ttt", "attention", "peer"]
 Anchor = Literal["shortconv", "none"]
 Gain = Literal["learned", "constant"]
 Decay = Literal["gated_delta", "sigmoid"]
@@ -17,6 +17,8 @@ MAX_SOLVER_STEPS = 4
 HEAD_WIDTH_MULTIPLE = 16
 ALIGNED_ROWS = 8
 CHUNK_LENGTHS_TOKENS = (16, 32, 64, 128)
+INNER_WIDTH_RATIO = 4
+"F / K of the MLP inside a TTT head."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,17 @@ class ModelConfig:
     mlp_width: int = 2304
     "Inner width of the SwiGLU MLP."
     mixer: Mixer = "prism"
-    "The mixer of every layer: prism, gated_delta (Gated DeltaNet) or attention (causal softmax attention with RoPE)."
+    """The mixer of every layer: prism; gated_delta (Gated DeltaNet); linear_attention (S + v k^T, no decay); ttt
+    (TTT-MLP, one token after another in plain torch: slow); attention (causal softmax attention with RoPE);
+    peer (model.peer_layer of flash-linear-attention: training and whole rows on CUDA, no decoding)."""
     layer_pattern: list[Mixer] = field(default_factory=list[Mixer])
     """Mixers of a hybrid, repeated over the layers, such as [prism, prism, prism, attention]; its length divides
     num_layers. Empty: every layer is `mixer`."""
+    peer_layer: str = ""
+    """Class of fla.layers that model.mixer=peer trains, such as GatedDeltaNet, Mamba2 or GatedLinearAttention, with its
+    own initial values; widths and heads are those given here where its constructor takes them."""
+    peer_options: dict[str, Any] = field(default_factory=dict[str, Any])
+    "More arguments of that class's constructor, such as {num_householder: 2}; they go before those taken from here."
     solver_steps: int = 2
     "Rank L of PRISM's write, 0 to 4. 0 is the gated delta rule on PRISM's anchor and needs no solver weights."
     solver_rank: int = 128
@@ -75,6 +84,8 @@ class ModelConfig:
         _check_heads(self)
         _check_solver(self)
         _check_pattern(self)
+        _check_inner_model(self)
+        _check_peer(self)
 
     @property
     def write_steps(self) -> int:
@@ -163,3 +174,23 @@ def _check_pattern(config: ModelConfig) -> None:
             f"model.layer_pattern=[{','.join(config.layer_pattern)}] must have a length that divides "
             f"model.num_layers={config.num_layers}; use model.num_layers={fitting}"
         )
+
+
+def _check_inner_model(config: ModelConfig) -> None:
+    if "ttt" in config.layer_mixers() and config.key_width != config.value_width:
+        raise ValueError(
+            f"model.value_width={config.value_width} must equal model.key_width={config.key_width} for "
+            f"model.mixer=ttt, whose inner model adds its input to its output; use model.value_width={config.key_width}"
+        )
+
+
+def _check_peer(config: ModelConfig) -> None:
+    has_peer = "peer" in config.layer_mixers()
+    if has_peer and not config.peer_layer:
+        raise ValueError(
+            "model.peer_layer= must name a layer of flash-linear-attention for model.mixer=peer; "
+            "for example model.peer_layer=GatedDeltaNet"
+        )
+    if not has_peer and (config.peer_layer or config.peer_options):
+        key = f"peer_layer={config.peer_layer}" if config.peer_layer else f"peer_options={config.peer_options}"
+        raise ValueError(f"model.{key} must go with model.mixer=peer; add that, or leave it out")

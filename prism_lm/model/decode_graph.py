@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from prism_lm.model.config import Mixer
 from prism_lm.model.decode_state import DecodeState, LayerState, RecurrentState
 from prism_lm.model.decoder import Decoder, EagerDecoder, choose_lag, find_device
 from prism_lm.model.lm import LanguageModel
@@ -20,6 +21,8 @@ from prism_lm.model.sampling import BLOCK_NUMBERS, Sampling, UniformNumbers
 from prism_lm.model.token_operators import TokenOperators, find_runners
 
 WARM_UP_STEPS = 3
+CAPTURED_MIXERS: frozenset[Mixer] = frozenset({"prism", "gated_delta", "linear_attention"})
+"Those whose state is a scan's and a convolution's, which token_operators.py advances in place."
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 "Calls a step some times, then gives what repeats it."
@@ -37,9 +40,9 @@ def build_decoder(model: LanguageModel, *, cuda_graph: bool = True, on_capture: 
 
 
 def can_be_captured(model: LanguageModel) -> bool:
-    """Whether a step is the same work at the same addresses for every token: on CUDA, no cache that grows."""
-    is_recurrent = "attention" not in model.config.layer_mixers()
-    return find_device(model).type == "cuda" and is_recurrent and all(runner.step for runner in find_runners(model))
+    """Whether a step is the same work at the same addresses for every token: on CUDA, by scans alone."""
+    is_scan = CAPTURED_MIXERS.issuperset(model.config.layer_mixers())
+    return find_device(model).type == "cuda" and is_scan and all(runner.step for runner in find_runners(model))
 
 
 def capture_cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
@@ -146,7 +149,7 @@ class _CapturedStep:
 
 def _copy_layer(layer: LayerState) -> RecurrentState:
     """A layer's state in memory of its own."""
-    assert isinstance(layer, RecurrentState), "a cache that grows cannot be captured"
+    assert isinstance(layer, RecurrentState), "only the state of a scan can be captured"
     window_BWD = layer.window_BWD
     return RecurrentState(
         layer.state_BHVK.clone(memory_format=torch.contiguous_format),

@@ -1,7 +1,8 @@
 """What a layer must remember between calls: constant in size for recurrent layers, growing for attention.
 
 States are named tuples so that wrappers that walk over a module's outputs (DeepSpeed's hooks) see their tensors.
-Dims: B batch, T cached tokens, H heads, K key width, V value width, W conv taps less one, D conv channels.
+Dims: B batch, T cached tokens, H heads, K key width, V value width, F inner model's inner width, W conv taps less one,
+D conv channels.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,19 @@ class AttentionState(NamedTuple):
     position_B: Tensor
 
 
-LayerState = RecurrentState | AttentionState
+class InnerModelState(NamedTuple):
+    """Of a TTT layer: both weights of each head's inner model, fp32 or wider, and its convolution's last inputs."""
+
+    first_BHFK: Tensor
+    second_BHVF: Tensor
+    window_BWD: Tensor
+
+
+class NoState(NamedTuple):
+    """In a LayerState's place, of a layer that cannot go on from what it read: it takes none back."""
+
+
+LayerState = RecurrentState | AttentionState | InnerModelState
 
 
 @dataclass(frozen=True, kw_only=True)

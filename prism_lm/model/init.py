@@ -22,9 +22,26 @@ RESIDUAL_WRITERS = ("mixer.output.weight", "mlp.down.weight")
 @torch.no_grad()
 def initialise(model: "LanguageModel", seed: int) -> None:
     """Set every parameter of a whole, materialised model from the seed. Raises ValueError for a name without a rule."""
+    of_peers = initialise_peers(model, seed)
     for name, parameter in model.named_parameters():
+        if name in of_peers:
+            continue
         values = draw_initial_value(name, parameter.shape, num_layers=model.config.num_layers, seed=seed)
         parameter.copy_(values)
+
+
+def initialise_peers(model: "LanguageModel", seed: int) -> set[str]:
+    """Give the mixers from another library that library's own initial values; returns their parameters' names."""
+    if "peer" not in model.config.layer_mixers():
+        return set()
+    from prism_lm.model.peer_mixer import PeerMixer
+
+    names: set[str] = set()
+    for owner, module in model.named_modules():
+        if isinstance(module, PeerMixer):
+            module.initialise(_hash_seed(owner, seed))
+            names.update(f"{owner}.{name}" for name, _ in module.named_parameters())
+    return names
 
 
 def draw_initial_value(name: str, shape: torch.Size, *, num_layers: int, seed: int) -> Tensor:
@@ -38,6 +55,10 @@ def draw_initial_value(name: str, shape: torch.Size, *, num_layers: int, seed: i
             return draw_time_step_bias(shape, generator)
         case "weight" if owner.endswith("norm"):
             return torch.ones(shape)
+        case "norm_weight" | "norm_bias" if owner.endswith("mixer.inner"):
+            return torch.full(shape, 1.0 if leaf == "norm_weight" else 0.0)
+        case "first_weight" | "second_weight" if owner.endswith("mixer.inner"):
+            return draw_matrix(shape, generator, scale=1.0)
         case "weight" if owner.endswith(("mixer.anchor", "mixer.conv")):
             return draw_taps(shape, generator)
         case "weight" if len(shape) == 2:
@@ -81,5 +102,9 @@ def _scale_of(name: str, num_layers: int) -> float:
 
 
 def _build_generator(name: str, seed: int) -> Generator:
+    return torch.Generator().manual_seed(_hash_seed(name, seed))
+
+
+def _hash_seed(name: str, seed: int) -> int:
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -68,7 +68,9 @@ class LanguageModel(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.model_width)
         self.embedding_scale = embedding_scale_of(config.model_width)
-        self.blocks = nn.ModuleList(Block(config, mixer, operators=operators) for mixer in config.layer_mixers())
+        self.blocks = nn.ModuleList(
+            Block(config, mixer, operators=operators, layer=layer) for layer, mixer in enumerate(config.layer_mixers())
+        )
         self.final_norm = nn.RMSNorm(config.model_width, eps=config.norm_eps)
         self.head = LanguageHead(config, operators=operators)
         self.tie_weights()

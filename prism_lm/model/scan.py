@@ -5,7 +5,9 @@ Dims: B batch, T tokens, H heads, K key width, V value width, L solver steps, M 
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kernels.prism.activation import Activation
 from prism_lm.model.operators import Operators, Step
@@ -28,6 +30,29 @@ class ScanInputs(NamedTuple):
         gain = None if self.gain_BTLHV is None else self.gain_BTLHV[:, 0]
         query, key, residual, _, step_size, log_decay = self
         return ScanInputs(query[:, 0], key[:, 0], residual[:, 0], gain, step_size[:, 0], log_decay[:, 0])
+
+
+def build_pure_writes(query_BTHK: Tensor, key_BTHK: Tensor, value_BTHV: Tensor) -> ScanInputs:
+    """Inputs with which a scan of two solver steps and activation identity is S_t = S_{t-1} + v k^T, exactly.
+
+    The first pair, a key and a step size of 0, forgets and writes nothing, and its gain of 0 leaves the residual v to
+    the second, which writes all of it. There is no decay.
+    """
+    (B, T, H, _), wide = query_BTHK.shape, torch.promote_types(query_BTHK.dtype, torch.float32)
+    step_size_BTH = query_BTHK.new_ones(B, T, H, dtype=wide)
+    return ScanInputs(
+        query_BTHK=query_BTHK,
+        key_BTMHK=_put_zeros_first(key_BTHK),
+        residual_BTHV=value_BTHV,
+        gain_BTLHV=_put_zeros_first(torch.ones_like(value_BTHV)),
+        step_size_BTMH=_put_zeros_first(step_size_BTH[..., None]).squeeze(-1),
+        log_decay_BTH=torch.zeros_like(step_size_BTH),
+    )
+
+
+def _put_zeros_first(second_BTHX: Tensor) -> Tensor:
+    """Two pairs (B, T, 2, H, X), the first of zeros."""
+    return functional.pad(second_BTHX[:, :, None], (0, 0, 0, 0, 1, 0))
 
 
 class ScanRunner:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prism_lm.model.config import Mixer, ModelConfig
 from prism_lm.model.kernels import Kernels
 from prism_lm.model.operators import Operators
 from prism_lm.parallel.mesh import Ranks, open_sequence_group
@@ -11,6 +12,8 @@ from prism_lm.parallel.mesh import Ranks, open_sequence_group
 if TYPE_CHECKING:
     from torch import nn
 
+WHOLE_ROW_MIXERS: tuple[Mixer, ...] = ("ttt", "peer")
+"Mixers that have no form for slices of rows."
 _ALIGNED_BYTES = 16
 
 
@@ -34,6 +37,16 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.sequence_degree < 1:
             raise ValueError(f"parallel.sequence_degree={self.sequence_degree} must be at least 1; leave it out")
+
+
+def check_mixers(model: ModelConfig, sequence_degree: int, *, key: str = "parallel.sequence_degree") -> None:
+    """Raises ValueError, under that key, for rows that are to be cut of a model that reads them whole."""
+    whole = [mixer for mixer in WHOLE_ROW_MIXERS if mixer in model.layer_mixers()]
+    if sequence_degree > 1 and whole:
+        raise ValueError(
+            f"{key}={sequence_degree} must be 1 for model.mixer={whole[0]}, whose rows cannot be cut over processes; "
+            f"use {key}=1"
+        )
 
 
 def apply_to_operators(operators: Operators, ranks: Ranks) -> Operators:

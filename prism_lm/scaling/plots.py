@@ -12,7 +12,13 @@ from prism_lm.scaling.plan import label_flops
 from prism_lm.scaling.records import Run
 from prism_lm.scaling.result import FamilyFit, StudyFit, split_groups
 
-NAMES = {"prism": "PRISM", "gated_delta": "Gated DeltaNet", "attention": "Transformer"}
+NAMES = {
+    "prism": "PRISM",
+    "gated_delta": "Gated DeltaNet",
+    "linear_attention": "linear attention",
+    "ttt": "TTT-MLP",
+    "attention": "Transformer",
+}
 _COLOURS = {"prism": "#0b6e99", "gated_delta": "#d1622b", "attention": "#5b5b5b"}
 _SPARE_COLOURS = ("#7a4ea3", "#3a8f4d", "#b03a5b")
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from prism_lm.model.config import ModelConfig
 from prism_lm.model.cost import flops_per_token
-from prism_lm.model.init import draw_initial_value
+from prism_lm.model.init import draw_initial_value, initialise_peers
 from prism_lm.model.lm import LanguageModel
 from prism_lm.model.operators import Operators
 from prism_lm.parallel.apply import ParallelConfig, apply_to_blocks
@@ -107,7 +107,7 @@ class Timing:
 
 
 def describe_model(name: str, config: ModelConfig, operators: Operators, parallel: ParallelConfig) -> Candidate:
-    """Our model as a candidate; every row is one document."""
+    """Our model as a candidate; every row is one document, so that attention takes torch's causal kernel, no mask."""
     return Candidate(
         name=name,
         vocab_size=config.vocab_size,
@@ -125,8 +125,11 @@ def _build_model(
         model = LanguageModel(config, operators=operators).to(dtype)
     model.to_empty(device=device)
     model.tie_weights()
+    of_peers = initialise_peers(model, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name in of_peers:
+                continue
             if parameter.ndim == 2 and parameter.shape[1] > config.conv_width:
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
             else:
@@ -136,9 +139,7 @@ def _build_model(
 
 
 def _compute_loss(model: nn.Module, input_ids_BT: Tensor, labels_BT: Tensor) -> Tensor:
-    document_start_BT = torch.zeros_like(input_ids_BT, dtype=torch.bool)
-    document_start_BT[:, 0] = True
-    return model(input_ids_BT, document_start_BT, labels_BT) / labels_BT.numel()
+    return model(input_ids_BT, None, labels_BT) / labels_BT.numel()
 
 
 class Stepper:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from prism_lm.model.peer_rules import SPARED_MARK
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -41,6 +43,7 @@ def split_by_decay(model: "nn.Module") -> "tuple[list[nn.Parameter], list[nn.Par
     Decay pulls towards 0, which is the neutral value of a matrix that mixes channels but not of a norm's scale, a bias,
     a decay rate or a step-size offset: everything below two dimensions is spared. So is an embedding table, whose rows
     are touched only when their token occurs: decay would shrink rare tokens the most. A tied head is that same table.
+    What another library's layer marks as spared is.
     """
     from torch import nn
 
@@ -49,7 +52,8 @@ def split_by_decay(model: "nn.Module") -> "tuple[list[nn.Parameter], list[nn.Par
     spared: list[nn.Parameter] = []
     for parameter in model.parameters():
         if parameter.requires_grad:
-            (decaying if parameter.ndim >= 2 and id(parameter) not in tables else spared).append(parameter)
+            decays = parameter.ndim >= 2 and id(parameter) not in tables
+            (decaying if decays and not getattr(parameter, SPARED_MARK, False) else spared).append(parameter)
     return sorted(decaying, key=_is_ragged), sorted(spared, key=_is_ragged)
 
 

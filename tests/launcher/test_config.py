@@ -5,6 +5,7 @@ import pytest
 import yaml
 
 from launcher.config import RunConfig, dump_config, load_config
+from prism_lm.model.peer_rules import describe_model
 from prism_lm.model.sizes import named_size, size_names
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -14,8 +15,11 @@ CONFIGS = Path(__file__).parent.parent.parent / "configs"
     ("overrides", "words"),
     [
         (["model.wdth=3"], ["model.wdth must be a key", "did you mean", "key_width"]),
-        (["model.mixer=x"], ["model.mixer=x must be one of prism|gated_delta|attention;"]),
-        (["model.layer_pattern=[prism,x]"], ["model.layer_pattern[1]=x must be one of prism|gated_delta|attention;"]),
+        (["model.mixer=x"], ["model.mixer=x must be one of prism|gated_delta|linear_attention|ttt|attention|peer;"]),
+        (
+            ["model.layer_pattern=[prism,x]"],
+            ["model.layer_pattern[1]=x must be one of prism|gated_delta|linear_attention|ttt|attention|peer;"],
+        ),
         (["train.steps=many"], ["train.steps=many must be of type int;"]),
         (["train.optim=5"], ["train.optim=5 must be a group of keys such as train.optim.learning_rate;"]),
         (["data.weights=[1]"], ["data.weights= must be of type map of str to float;"]),
@@ -56,6 +60,23 @@ def test_invalid_yaml_names_the_file(tmp_path: Path, content: str) -> None:
         load_config(RunConfig, file)
 
 
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ("run_dir: café".encode("latin-1"), "must be a text file in UTF-8 ("),
+        ("run_dir: x".encode("utf-16"), "must be a text file in UTF-8 ("),
+        (b"12\n", "must be a YAML file of keys that can be read ("),
+    ],
+    ids=["latin", "wide", "number"],
+)
+def test_file_that_is_no_text_in_utf8_or_holds_no_keys_is_named(tmp_path: Path, content: bytes, rule: str) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(f"CONFIG={file} {rule}")) as caught:
+        load_config(RunConfig, file)
+    assert type(caught.value) is ValueError and "\n" not in str(caught.value)
+
+
 def test_missing_file_is_named() -> None:
     with pytest.raises(ValueError, match=re.escape("CONFIG=nowhere.yaml must be an existing YAML file")):
         load_config(RunConfig, "nowhere.yaml")
@@ -81,4 +102,4 @@ def test_every_named_size_ships_a_config_with_its_model_written_out_in_full() ->
     assert set(size_names()) <= set(shipped)
     for name in size_names():
         assert load_config(RunConfig, CONFIGS / "train" / f"{name}.yaml").model == named_size(name)
-        assert set(shipped[name]) == set(vars(named_size(name)))
+        assert set(shipped[name]) == set(describe_model(named_size(name)))

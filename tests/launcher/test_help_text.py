@@ -22,7 +22,7 @@ def test_every_key_has_a_meaning_written_below_it(config_class: type[Any]) -> No
 def test_help_lists_every_key_with_type_and_default() -> None:
     text = describe_config(RunConfig)
     assert "  run_dir (str, required)" in text
-    assert "  model.mixer (prism|gated_delta|attention, default prism)" in text
+    assert "  model.mixer (prism|gated_delta|linear_attention|ttt|attention|peer, default prism)" in text
     assert "  train.optim.learning_rate (float, default 0.0003)" in text
     assert "  parallel.compile (bool, default False)" in text
 

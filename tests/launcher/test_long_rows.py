@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -131,6 +132,35 @@ def test_degree_that_does_not_fit_is_refused_before_any_process_group_starts(
         assert main(["evaluate", str(whole_run), *degree]) == EXIT_USAGE
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and [word for word in words if word not in error] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["evaluate"], ["--sequence-degree=2 must be 1 for model.mixer=ttt", "use --sequence-degree=1"]),
+        (["generate", "--prompt", "a"], ["WORLD_SIZE=2 must be 1 for model.mixer=ttt"]),
+    ],
+    ids=["evaluate", "generate"],
+)
+def test_run_whose_mixer_reads_whole_rows_is_refused_before_any_process_group_starts(
+    arguments: list[str], words: list[str], whole_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(whole_run, tmp_path / "run"))
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("mixer: prism", "mixer: ttt"))
+    os.environ |= build_rank_environment(0, 2, 1)
+    with mock.patch("torch.distributed.init_process_group", side_effect=AssertionError("a group was started")):
+        assert main([arguments[0], str(folder), *arguments[1:]]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and [word for word in words if word not in error] == []
+
+
+def test_training_that_would_cut_rows_which_a_mixer_reads_whole_is_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["model.mixer=ttt", "parallel.sequence_degree=2"]
+    assert main(build_arguments(tmp_path / "run", data, *keys)) == EXIT_USAGE
+    assert "parallel.sequence_degree=2 must be 1 for model.mixer=ttt" in capsys.readouterr().err
 
 
 def generate_on_rank(arguments: list[str]) -> list[str]:

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -135,6 +136,17 @@ def test_what_does_not_fit_is_one_line_before_any_process_group_starts(
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     assert [word for word in words if word not in error] == []
+
+
+def test_evaluation_without_a_place_for_its_results_is_one_line_before_any_scoring(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run_dir, copy, ignore=shutil.ignore_patterns("evaluations"))
+    (copy / "evaluations").write_text("")
+    with mock.patch("launcher.evaluate._score_sources", side_effect=AssertionError("it was scored")):
+        assert main(["evaluate", str(copy)]) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith(f"error: {copy / 'evaluations'} must be a folder")
 
 
 def test_evaluation_scores_every_held_out_byte_and_is_kept(

@@ -11,7 +11,7 @@ import pytest
 from tests.slurm.cluster import Cluster, find_reason_against_cgroup, skip_without_cluster
 from tests.slurm.jobs import Jobs, list_curve, list_endings
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(400, func_only=True)
 
 
 @pytest.fixture(scope="module")

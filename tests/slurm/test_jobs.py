@@ -7,7 +7,7 @@ import pytest
 from prism_lm.train.lineage import read_lineage
 from tests.slurm.jobs import ROOT, Jobs, count_starts, count_steps, list_curve
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(400, func_only=True)
 SCRIPTS = ("prism_130m.sh", "prism_1b.sh", "prism_7b.sh", "sweep.sh")
 
 

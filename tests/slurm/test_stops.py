@@ -7,7 +7,7 @@ import pytest
 from prism_lm.train.lineage import read_lineage
 from tests.slurm.jobs import Jobs, count_starts, count_steps, list_curve, list_endings, read_result
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(400, func_only=True)
 
 
 def test_notice_saves_and_requeues_and_the_next_start_resumes_to_the_same_curve(

@@ -15,7 +15,7 @@ from launcher.run_status import read_run
 from tests.slurm.cluster import Cluster
 from tests.slurm.jobs import ENDED, ROOT, build_keys, count_starts, count_steps, list_endings
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(240, func_only=True)
 ONE = ("--gpus-per-node=1", "--cpus-per-rank=1", "--time=10", "--partition=spare")
 DIVERGING = ("train.max_skipped_steps=1", "train.optim.learning_rate=1e30")
 

@@ -23,6 +23,8 @@ SMALL = ModelConfig(
 FAMILIES = {
     "prism": SMALL,
     "gated_delta": replace(SMALL, mixer="gated_delta"),
+    "linear_attention": replace(SMALL, mixer="linear_attention"),
+    "ttt": replace(SMALL, mixer="ttt"),
     "attention": replace(SMALL, mixer="attention"),
     "hybrid": replace(SMALL, layer_pattern=["prism", "attention"], tie_embeddings=False),
 }

@@ -1,4 +1,5 @@
-"""Gated DeltaNet and attention against their formulas, written out from the mixers' own weights, in fp64."""
+"""Gated DeltaNet, linear attention and softmax attention against their formulas, written out from the mixers' own
+weights, in fp64."""
 
 import itertools
 from dataclasses import replace
@@ -7,6 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
+from prism_lm.model.operators import build_plain_operators
+from prism_lm.model.scan import ScanRunner, build_pure_writes
 from tests.prism_lm.model.builders import SMALL, build_rows, build_small, relative_error
 
 TOKENS = 29
@@ -53,6 +56,19 @@ def _run_gated_delta(mixer, x_TD):
     return mixer.output(normed.flatten(-2) * functional.silu(mixer.gate(x_TD)))
 
 
+def _run_linear_attention(mixer, x_TD):
+    """One document: S = S + v k^T, o = S q / sqrt(K), token by token."""
+    mixed = _convolve(mixer.conv.weight, mixer.query_key_value(x_TD)).split(mixer.widths, dim=-1)
+    query, key, value = (part.unflatten(-1, (2, -1)) for part in mixed)
+    query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    state_HVK, outputs = x_TD.new_zeros(2, 32, 16), []
+    for t in range(len(x_TD)):
+        state_HVK = state_HVK + value[t][:, :, None] * key[t][:, None, :]
+        outputs.append(torch.einsum("hvk,hk->hv", state_HVK, query[t]) / 4)
+    normed = functional.rms_norm(torch.stack(outputs), (32,), mixer.norm.weight, WIDE.norm_eps)
+    return mixer.output(normed.flatten(-2) * functional.silu(mixer.gate(x_TD)))
+
+
 def _turn(vector_THK):
     """Rotary positions 0.. as complex phases."""
     frequency = WIDE.rope_theta ** (-torch.arange(8, dtype=torch.float64) / 8)
@@ -71,7 +87,10 @@ def _run_attention(mixer, x_TD):
     return mixer.output(torch.einsum("hts,shv->thv", weights_HTT, value).flatten(-2))
 
 
-@pytest.mark.parametrize(("name", "formula"), [("gated_delta", _run_gated_delta), ("attention", _run_attention)])
+FORMULAS = {"gated_delta": _run_gated_delta, "linear_attention": _run_linear_attention, "attention": _run_attention}
+
+
+@pytest.mark.parametrize(("name", "formula"), FORMULAS.items())
 @torch.no_grad()
 def test_mixer_equals_its_formula_on_each_document_alone(name, formula):
     """Gated DeltaNet within 1e-5, for the 1e-6 beside a key's squared norm."""
@@ -82,7 +101,7 @@ def test_mixer_equals_its_formula_on_each_document_alone(name, formula):
         assert relative_error(out_BTD[row], expected_TD) < (1e-5 if name == "gated_delta" else 1e-12)
 
 
-@pytest.mark.parametrize("name", ["gated_delta", "attention"])
+@pytest.mark.parametrize("name", FORMULAS)
 @torch.no_grad()
 def test_row_cut_anywhere_equals_whole_row(name):
     mixer, (x_BTD, start_BT) = _build_mixer(name), _inputs()
@@ -95,6 +114,31 @@ def test_row_cut_anywhere_equals_whole_row(name):
     assert all(torch.allclose(left, right, atol=1e-12) for left, right in zip(state, whole_state, strict=True))
 
 
+def _collect_linear_attention(chunk_tokens, tokens, run=None):
+    """The output and the gradients of the input and of every parameter."""
+    mixer = build_small(replace(WIDE, mixer="linear_attention", chunk_tokens=chunk_tokens)).blocks[0].mixer
+    x_TD = torch.randn(tokens, SMALL.model_width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x_TD.requires_grad_()
+    out_TD = mixer(x_TD[None], None, None)[0][0] if run is None else run(mixer, x_TD)
+    return [out_TD, *torch.autograd.grad(out_TD.sin().sum(), [x_TD, *mixer.parameters()])]
+
+
+@pytest.mark.parametrize(("chunk_tokens", "tokens"), [(16, 1), (16, 16), (16, 37), (32, 37), (64, 64)])
+def test_linear_attention_has_the_token_loops_outputs_and_gradients_whatever_the_chunk(chunk_tokens, tokens):
+    expected = _collect_linear_attention(chunk_tokens, tokens, _run_linear_attention)
+    actual = _collect_linear_attention(chunk_tokens, tokens)
+    assert max(relative_error(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-12
+
+
+def test_pure_writes_add_up_without_a_rounding_of_decay_or_forgetting():
+    """Integers in fp32: the state is their exact sum."""
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (torch.randint(-3, 4, (2, 70, 2, 16), generator=generator).float() for _ in range(3))
+    run_scan = ScanRunner(build_plain_operators(), activation="identity", chunk_tokens=16)
+    _, state_BHVK = run_scan(build_pure_writes(query, key, value), None, None)
+    assert torch.equal(state_BHVK, torch.einsum("bthv,bthk->bhvk", value, key))
+
+
 @torch.no_grad()
 def test_attention_without_starts_reads_one_document():
     mixer, (x_BTD, _) = _build_mixer("attention"), _inputs()
@@ -102,7 +146,7 @@ def test_attention_without_starts_reads_one_document():
     assert relative_error(mixer(x_BTD, None, None)[0], mixer(x_BTD, start_BT, None)[0]) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["gated_delta", "attention"])
+@pytest.mark.parametrize("name", FORMULAS)
 def test_gradient_reaches_every_parameter(name):
     mixer, (x_BTD, start_BT) = _build_mixer(name), _inputs()
     mixer(x_BTD, start_BT, None)[0].square().sum().backward()

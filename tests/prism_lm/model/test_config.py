@@ -4,6 +4,7 @@ import pytest
 
 from prism_lm.model.config import ModelConfig
 
+MIXERS = "prism, gated_delta, linear_attention, ttt, attention or peer"
 WRONG = [
     (dict(key_width=24), "model.key_width=24 must be a multiple of 16; use 32"),
     (dict(value_width=8), "model.value_width=8 must be a multiple of 16; use 16"),
@@ -19,10 +20,12 @@ WRONG = [
         "model.layer_pattern=[prism,prism,attention] must have a length that divides model.num_layers=4; "
         "use model.num_layers=3",
     ),
-    (dict(mixer="mamba"), "model.mixer=mamba must be a known choice; use prism, gated_delta or attention"),
+    (dict(mixer="mamba"), f"model.mixer=mamba must be a known choice; use {MIXERS}"),
+    (dict(layer_pattern=["mlp"]), f"model.layer_pattern=mlp must be a known choice; use {MIXERS}"),
     (
-        dict(layer_pattern=["mlp"]),
-        "model.layer_pattern=mlp must be a known choice; use prism, gated_delta or attention",
+        dict(mixer="ttt", key_width=64),
+        "model.value_width=128 must equal model.key_width=64 for model.mixer=ttt, whose inner model adds its input to "
+        "its output; use model.value_width=64",
     ),
     (dict(num_heads=0), "model.num_heads=0 must be at least 1; use a positive number"),
     (dict(norm_eps=0.0), "model.norm_eps=0.0 must be above 0; leave it out for the default"),

@@ -9,6 +9,7 @@ from prism_lm.model.config import ModelConfig
 from prism_lm.model.cost import (
     count_parameters,
     flops_per_token,
+    inner_flops_per_token,
     optimizer_bytes,
     scan_flops_per_token,
     state_bytes,
@@ -52,15 +53,24 @@ def _measure_flops_per_token(config: ModelConfig, tokens: int, scan=None) -> flo
     return counter.get_total_flops() / tokens
 
 
-@pytest.mark.parametrize("name", ["prism", "gated_delta", *SWITCHES])
+@pytest.mark.parametrize("name", ["prism", "gated_delta", "linear_attention", *SWITCHES])
 def test_flops_outside_the_scan_equal_torchs_count(name):
     """Exact but for the convolution, which torch runs as sums and does not count."""
     config = CONFIGS[name]
     measured = _measure_flops_per_token(config, 64, _scan_without_products)
     scans = sum(scan_flops_per_token(config, mixer, 64) for mixer in config.layer_mixers())
-    channels = {"prism": 32 if config.anchor == "shortconv" else 0, "gated_delta": 96}[config.mixer]
+    prism_channels = 32 if config.anchor == "shortconv" else 0
+    channels = prism_channels if config.mixer == "prism" else 96
     convolutions = config.num_layers * 6 * config.conv_width * channels
     assert flops_per_token(config, 64) - scans - convolutions == measured
+
+
+def test_flops_of_ttt_equal_torchs_count():
+    """Exact but for the convolution; the outer products of the inner steps are counted as matrix products."""
+    config, tokens = FAMILIES["ttt"], 24
+    convolutions = config.num_layers * 6 * config.conv_width * 96
+    assert flops_per_token(config, tokens) - convolutions == _measure_flops_per_token(config, tokens)
+    assert inner_flops_per_token(config) == 42 * 2 * 64 * 16
 
 
 def test_attention_counts_half_of_the_causal_square():
@@ -72,15 +82,20 @@ def test_attention_counts_half_of_the_causal_square():
     assert flops_per_token(config, tokens) - square // 2 == measured - square
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_scan_flops_are_those_of_the_plain_chunk_form_less_its_transitions(steps):
+SCANS = {f"L={steps}": dict(solver_steps=steps) for steps in (1, 2, 4)} | {
+    "linear_attention": dict(mixer="linear_attention")
+}
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_scan_flops_are_those_of_the_plain_chunk_form_less_its_transitions(name):
     """The plain form shortens its serial loop by each chunk's transition M = gamma_C I - k^T w, with w = T (b gamma k).
 
     A chunk and head then costs, beside what is counted: w, its product in the reach of the gradients, and a product of
     (k k^T)'s gradient with k for each operand where one would do, 6 C^2 K in all; M in both directions, 4 C K^2; M
     times the state, 4 K^2 V. The state's gradient takes one product with C x K x V less, 2 C K V.
     """
-    config = replace(SMALL, key_width=32, value_width=64, chunk_tokens=16, solver_steps=steps)
+    config = replace(SMALL, key_width=32, value_width=64, chunk_tokens=16, **SCANS[name])
     C, K, V = config.chunk_tokens, config.key_width, config.value_width
     with_scan = _measure_flops_per_token(config, 8 * C)
     measured = with_scan - _measure_flops_per_token(config, 8 * C, _scan_without_products)

@@ -18,6 +18,7 @@ PROMPTS = [[1, 7, 7, 30, 12, 45, 2], [1], [1, *range(10, 34)], [1, 5], [1, 44, 3
 MODELS = {
     **{f"L={steps}": replace(SMALL, solver_steps=steps) for steps in (0, 1, 2, 4)},
     "gated_delta": FAMILIES["gated_delta"],
+    "linear_attention": FAMILIES["linear_attention"],
     "no_anchor": replace(SMALL, anchor="none"),
 }
 GREEDY, SAMPLED = {"temperature": 0}, {"temperature": 0.9, "top_k": 20, "top_p": 0.9}

@@ -55,6 +55,12 @@ def test_decay_starts_in_the_published_ranges():
     assert 1e-3 * 0.999 <= steps.min() < 2e-3 and 0.08 < steps.max() <= 0.1 * 1.001
 
 
+def test_inner_model_begins_as_a_projection_and_a_norm():
+    name = "blocks.0.mixer.inner"
+    assert abs(_draw(f"{name}.second_weight", 400, 100).std().item() * 10 - 1) < 0.02
+    assert (_draw(f"{name}.norm_weight", 32) == 1).all() and (_draw(f"{name}.norm_bias", 32) == 0).all()
+
+
 def test_parameter_without_a_rule_is_refused():
     with pytest.raises(ValueError, match=r"^parameter blocks\.0\.bias must have a rule"):
         _draw("blocks.0.bias", 3)

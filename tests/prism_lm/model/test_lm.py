@@ -101,9 +101,9 @@ def test_no_layers_state_outlives_it_in_a_checkpointed_forward(family):
     assert loss.requires_grad and states and all(state.expired() for state in states)
 
 
-def test_block_of_every_mixer_compiles_to_one_graph_and_gives_the_same_gradients():
+def test_block_of_every_mixer_but_ttt_compiles_to_one_graph_and_gives_the_same_gradients():
     """Traced, differentiated and cut by the compiler's front end, without a break."""
-    every = replace(SMALL, num_layers=3, layer_pattern=["prism", "gated_delta", "attention"])
+    every = replace(SMALL, num_layers=4, layer_pattern=["prism", "gated_delta", "linear_attention", "attention"])
     model, rows = build_small(every), build_rows(2, 24, starts=STARTS)
     expected = _grads(model, rows)
     torch._dynamo.reset()

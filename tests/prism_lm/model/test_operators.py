@@ -48,7 +48,7 @@ def test_both_forms_of_an_operator_take_the_same_arguments(name):
 
 
 @needs_interpreter
-@pytest.mark.parametrize("family", ["prism", "gated_delta"])
+@pytest.mark.parametrize("family", ["prism", "gated_delta", "linear_attention"])
 def test_block_on_triton_equals_the_plain_block_in_output_and_every_gradient(family):
     """In fp32: each operator is right to 1e-5, and the layers about them reorder some ten sums as long."""
     plain, fused = build_blocks(FAMILIES[family])

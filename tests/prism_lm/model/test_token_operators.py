@@ -20,6 +20,7 @@ MODELS = {
     "no_anchor": replace(SMALL, anchor="none"),
     "sigmoid_decay": replace(SMALL, decay="sigmoid", conv_width=3),
     "gated_delta": replace(SMALL, mixer="gated_delta"),
+    "linear_attention": replace(SMALL, mixer="linear_attention"),
 }
 IDS_BT = torch.tensor([[1, 7, 30, 12], [1, 44, 2, 9]], device=DEVICE)
 

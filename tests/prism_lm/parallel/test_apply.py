@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prism_lm.parallel.apply import ParallelConfig, apply_to_blocks, check_alignment
+from prism_lm.model.config import ModelConfig
+from prism_lm.parallel.apply import ParallelConfig, apply_to_blocks, check_alignment, check_mixers
 from tests.harness import TinyModel, assert_error_within, build_batch
 
 
@@ -62,3 +63,12 @@ def test_weights_that_end_off_16_bytes_are_refused_for_compiled_blocks(width, by
     refused = pytest.raises(ValueError, match=r"multiple of 8 elements, not weight of shape \(12,\)")
     with refused if is_refused else nullcontext():
         check_alignment(model, bytes_each=bytes_each)
+
+
+def test_cut_rows_are_refused_for_a_mixer_that_reads_them_whole() -> None:
+    hybrid = ModelConfig(num_layers=2, layer_pattern=["prism", "ttt"])
+    check_mixers(hybrid, 1)
+    check_mixers(ModelConfig(mixer="linear_attention"), 2)
+    message = "^--sequence-degree=2 must be 1 for model.mixer=ttt, .*; use --sequence-degree=1$"
+    with pytest.raises(ValueError, match=message):
+        check_mixers(hybrid, 2, key="--sequence-degree")

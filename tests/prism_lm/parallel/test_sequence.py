@@ -24,7 +24,8 @@ from tests.prism_lm.model.builders import FAMILIES, SMALL, build_rows, build_sma
 from tests.prism_lm.parallel.shards import ReplayGroup, build_starts, take_slice
 
 ONE_LAYER = {
-    name: replace(FAMILIES[name], num_layers=1, conv_width=5) for name in ("prism", "gated_delta", "attention")
+    name: replace(FAMILIES[name], num_layers=1, conv_width=5)
+    for name in ("prism", "gated_delta", "linear_attention", "attention")
 }
 HYBRID = FAMILIES["hybrid"]
 

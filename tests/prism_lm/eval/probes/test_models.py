@@ -17,7 +17,7 @@ from prism_lm.eval.probes.models import (
 from prism_lm.model.cost import count_parameters
 from prism_lm.model.lm import LanguageModel
 
-THERE = [name for name in CORE if is_there(name)]
+THERE = [name for name in CORE + PEERS if is_there(name)]
 
 
 @pytest.mark.parametrize("name", THERE)
@@ -39,7 +39,7 @@ def test_depths_differ_in_nothing_but_the_solver_and_the_mlp() -> None:
 def test_what_is_known_but_not_there_is_named_and_what_is_unknown_refused() -> None:
     there, absent = choose_models([])
     assert sorted(there + absent) == sorted(CORE + PEERS)
-    assert {*DEPTHS, "gated_delta", "attention"} <= set(there)
+    assert {*CORE, "ttt"} <= set(there)
     assert all(why_absent(name) for name in absent) and not any(why_absent(name) for name in there)
     with pytest.raises(ValueError, match="--models=lstm must be a model; use prism_l0"):
         choose_models(["lstm"])
