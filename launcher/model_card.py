@@ -36,7 +36,7 @@ USAGE = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True, dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 inputs = tokenizer(["It was"], return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0], skip_special_tokens=True))
 ```
