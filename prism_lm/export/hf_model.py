@@ -119,6 +119,7 @@ class PrismForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch: int | Tensor | None = None,
         document_start: Tensor | None = None,
         cache: PrismCache | None = None,
+        cache_position: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
@@ -129,7 +130,7 @@ class PrismForCausalLM(PreTrainedModel, GenerationMixin):
         token is asked of the one before it. The loss is their mean in nats, or their sum over num_items_in_batch.
         logits_to_keep: of that many last tokens only (0: all), or of those at these places. document_start: bool BT,
         where documents begin that do not see those before them. use_cache None: unless the model is in training mode.
-        Raises ValueError for inputs that it cannot take.
+        cache_position is not read. Raises ValueError for inputs that it cannot take.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("input_ids must be given; this model takes no inputs_embeds")
@@ -150,15 +151,6 @@ class PrismForCausalLM(PreTrainedModel, GenerationMixin):
             **{CACHE_NAME: held},
         )
         return output.to_tuple() if return_dict is False else output
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What a step of `generate` reads: the library's own choice but for places of tokens, which the state knows.
-
-        The library looks for the name kwargs to find what `forward` takes.
-        """
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
-        inputs.pop("cache_position", None)
-        return inputs
 
     def _compute_loss(self, hidden_BTD: Tensor, labels_BT: Tensor, num_items: int | Tensor | None) -> Tensor:
         asked_BT = labels_BT[:, 1:].to(hidden_BTD.device)
