@@ -107,13 +107,8 @@ def kill_after(group: Group, metrics: Path, lines: int, delay_s: float) -> bool:
 
 @pytest.mark.parametrize(
     ("num_processes", "settings"),
-    [
-        (1, {"zero_stage": 0}),
-        (1, {"zero_stage": 2, "precision": "bf16"}),
-        (2, {"zero_stage": 1}),
-        (2, {"zero_stage": 3, "precision": "bf16"}),
-    ],
-    ids=["1-stage0", "1-stage2-bf16", "2-stage1", "2-stage3-bf16"],
+    [(1, {"zero_stage": 2, "precision": "bf16"}), (2, {"zero_stage": 3, "precision": "bf16"})],
+    ids=["1-stage2-bf16", "2-stage3-bf16"],
 )
 def test_killed_run_goes_on_with_the_losses_of_the_uninterrupted_one(
     num_processes: int, settings: dict[str, Any], data_dir: Path, tmp_path: Path
@@ -191,12 +186,8 @@ ELASTIC_BOUND = 2**-14
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [
-        ((1, {"zero_stage": 1}), (2, {"zero_stage": 2})),
-        ((2, {"zero_stage": 3}), (1, {"zero_stage": 0})),
-        ((2, {"zero_stage": 2}), (2, {"zero_stage": 3})),
-    ],
-    ids=["1-stage1-to-2-stage2", "2-stage3-to-1-stage0", "2-stage2-to-stage3"],
+    [((1, {"zero_stage": 1}), (2, {"zero_stage": 2})), ((2, {"zero_stage": 3}), (1, {"zero_stage": 0}))],
+    ids=["1-stage1-to-2-stage2", "2-stage3-to-1-stage0"],
 )
 def test_run_goes_on_with_other_processes_and_stages_in_the_same_order_of_samples(
     before: tuple[int, dict[str, Any]], after: tuple[int, dict[str, Any]], data_dir: Path, tmp_path: Path
