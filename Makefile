@@ -22,14 +22,14 @@ runs/demo/data/manifest.json: | $(VENV)/demo.installed
 	$(BIN)/prism demo
 
 # In three parts, all of which must pass: tests that need no machine of their own, four at a time, since many wait; those
-# that measure seconds, with one neighbour; and those of a SLURM cluster that fills this machine, alone.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SHARED := --ignore tests/slurm --dist loadscope --no-loadscope-reorder
+# that measure seconds, with one neighbour; those of a SLURM cluster, one after another, and beside them the README's.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadscope --no-loadscope-reorder
+LONG := tests/slurm tests/test_readme.py
 test: lint
 	@failed=0; \
-	$(PYTEST) $(SHARED) -n 4 -m "not gpu and not alone" || failed=1; \
-	$(PYTEST) $(SHARED) -n 2 -m "alone and not gpu" || failed=1; \
-	$(PYTEST) tests/slurm || failed=1; \
+	$(PYTEST) $(LONG:%=--ignore %) -n 4 -m "not gpu and not alone" || failed=1; \
+	$(PYTEST) $(LONG:%=--ignore %) -n 2 -m "alone and not gpu" || failed=1; \
+	$(PYTEST) $(LONG) -n 2 || failed=1; \
 	exit $$failed
 
 # On a machine whose own Python holds torch for its GPU: make test-gpu BIN=$$(dirname $$(command -v python3))

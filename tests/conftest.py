@@ -15,7 +15,6 @@ if not torch.cuda.is_available():
 
 # These take longest, so they begin first: no process is left with one of them when the others have ended.
 DEAR = (
-    "tests/test_readme.py",
     "tests/prism_lm/train/test_engine.py",
     "tests/prism_lm/train/test_resume.py",
     "tests/data_pipeline/test_failures_in_training.py",
@@ -28,11 +27,15 @@ DEAR = (
 )
 # Tests that build nothing for one another go one by one to whichever process has nothing left to do, at the end.
 SINGLE = ("tests/prism_lm/model/", "tests/kernels/")
+# These share what takes long to start.
+TOGETHER = "tests/slurm/"
 
 
 def find_group(nodeid: str) -> str:
-    """What a test shares a process with: its file, or nothing."""
+    """What a test shares a process with: its folder, its file, or nothing."""
     path = nodeid.partition("::")[0]
+    if path.startswith(TOGETHER):
+        return TOGETHER
     return nodeid if path.startswith(SINGLE) else path
 
 

@@ -59,7 +59,7 @@ def test_seeds_of_the_plan_are_those_of_the_study(tmp_path):
 
 def test_dry_run_lists_the_runs_and_writes_nothing(tmp_path, capsys):
     assert main(["plan", PLAN, f"folder={tmp_path / 'study'}", "--dry-run"]) == 0
-    assert "gated_delta-c2e12-h10 (held out)" in capsys.readouterr().out
+    assert "gated_delta-c2e12-h8 (held out)" in capsys.readouterr().out
     assert not (tmp_path / "study").exists()
 
 
@@ -79,7 +79,7 @@ def test_from_finished_runs_to_prediction_and_report(folder, capsys):
 
 def test_missing_run_stops_the_fit_by_name_unless_it_is_excluded(folder):
     finish_runs(folder)
-    name = "prism-c4e11-h6"
+    name = "prism-c4e11-h2"
     for path in run_folder(folder, name).iterdir():
         path.unlink()
     run_folder(folder, name).rmdir()
