@@ -27,6 +27,7 @@ from data_pipeline.order import RowOrder
 from data_pipeline.packing import TokenRow
 from data_pipeline.preflight import REMEDY, ROOM, PreparedData, process_name
 from data_pipeline.shards import COLUMN
+from data_pipeline.streaming_parts import importing_parts
 
 HASH = "xxh64"
 FETCH_THREADS = 2
@@ -66,8 +67,9 @@ def list_shards(data: PreparedData, split: Split, timeout_s: float) -> list[Shar
     """Return the shards of a split in the order of their rows, from the checked index files in the cache."""
     import json
 
-    from streaming import Stream
-    from streaming.base.format import reader_from_json
+    with importing_parts():
+        from streaming.base.format import reader_from_json
+        from streaming.base.stream import Stream
 
     shards: list[Shard] = []
     for number, source in enumerate(data.manifest.sources(split)):
@@ -237,7 +239,8 @@ class ShardCache:
 
     def is_sound(self, shard: Shard) -> bool:
         """Whether the unpacked shard in the cache has its recorded hash."""
-        from streaming.base.hashing import get_hash
+        with importing_parts():
+            from streaming.base.hashing import get_hash
 
         return get_hash(HASH, shard.file.read_bytes()) == shard.raw_hash
 

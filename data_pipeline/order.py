@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.manifest import Manifest, Split
 from data_pipeline.mixture import Span, apportion, compute_quotas, select_spans
+from data_pipeline.streaming_parts import importing_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,8 @@ def shuffle_within_nodes(
     """mosaicml-streaming's shard-aware shuffle: canonical node after canonical node, mixing `block_rows` neighbours."""
     import warnings
 
-    from streaming.base.shuffle import get_shuffle
+    with importing_parts():
+        from streaming.base.shuffle import get_shuffle
 
     with warnings.catch_warnings():  # a block smaller than a shard is our users' choice of cache size, not a mistake
         warnings.simplefilter("ignore")

@@ -18,6 +18,7 @@ from data_pipeline.manifest import (
     hash_file,
     read_manifest,
 )
+from data_pipeline.streaming_parts import importing_parts
 from data_pipeline.tokenizer import load_tokenizer
 
 AUTO_HASH_BYTES = 256 << 20
@@ -154,7 +155,8 @@ def copy_local(origin: Path, target: Path) -> None:
 
 def download(location: str, name: str, target: Path, timeout_s: float) -> None:
     """Fetch a small file from an object store. Raises DataError naming its address."""
-    from streaming.base.storage import CloudDownloader
+    with importing_parts():
+        from streaming.base.storage import CloudDownloader
 
     address = f"{location.rstrip('/')}/{name}"
     try:

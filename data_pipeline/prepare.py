@@ -34,6 +34,7 @@ from data_pipeline.manifest import (
 from data_pipeline.packing import row_dtype
 from data_pipeline.shards import ShardFormat, join_parts, read_part_record, write_part
 from data_pipeline.sources import InputFile, list_input_files, read_documents
+from data_pipeline.streaming_parts import importing_parts
 from data_pipeline.tokenizer import Tokenizer, check_gives_text_back, load_tokenizer, train_tokenizer
 
 Report = Callable[[str], None]
@@ -193,7 +194,8 @@ def write_parts(config: PrepareConfig, files: list[InputFile], output: Path, rep
 
 def run_jobs(jobs: list[PartJob], workers: int) -> Iterator[PartJob]:
     """Run the jobs and yield each when it is done, in this process or in `workers` others."""
-    import streaming  # pyright: ignore[reportUnusedImport]  # noqa: F401  (once, before the workers are forked: it costs seconds)
+    with importing_parts():  # once, before the workers are forked
+        from streaming.base.format import MDSWriter  # pyright: ignore[reportUnusedImport]  # noqa: F401
 
     if workers == 1 or len(jobs) <= 1:
         for job in jobs:

@@ -17,6 +17,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.manifest import SourceSplit, StoredFile, hash_file, replace_file
 from data_pipeline.packing import RowPacker, TokenRow, row_dtype
 from data_pipeline.sources import Document
+from data_pipeline.streaming_parts import importing_parts
 from data_pipeline.tokenizer import SPACE_MARK, Tokenizer
 
 COLUMN = "tokens"
@@ -47,7 +48,8 @@ class StreamWriter:
     """Packs the documents of one source and split of a part and writes their MDS shards."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, shard_format: ShardFormat) -> None:
-        from streaming import MDSWriter
+        with importing_parts():
+            from streaming.base.format import MDSWriter
 
         dtype = row_dtype(tokenizer.vocab_size)
         self.packer = RowPacker(

@@ -13,11 +13,14 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 import safetensors.torch  # noqa: F401
-import streaming  # noqa: F401
 import torch.utils.tensorboard.writer  # noqa: F401
 
 import prism_lm.model.lm
 import prism_lm.train.loop  # noqa: F401
+from data_pipeline.streaming_parts import importing_parts
+
+with importing_parts():
+    from streaming.base.stream import Stream  # noqa: F401
 
 # Of a million objects that stay to the end: DeepSpeed collects garbage many times an engine, 0.3 s each with them.
 gc.collect()
