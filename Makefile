@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 demo: $(VENV)/demo.installed
 	$(BIN)/prism demo
 
-# Budgets x sizes of PRISM and Gated DeltaNet on the demo's text, a fit, and a page with plots: about an hour of two cores.
+# Budgets x sizes of PRISM and Gated DeltaNet on the demo's text, a fit, and a page with plots: one to two hours of two cores.
 # What is finished is not done again.
 STUDY := studies/scaling-tiny
 study: $(VENV)/scaling.installed runs/demo/data/manifest.json

@@ -211,7 +211,7 @@ class Loader:
         self.batches.first = self.handed_out
         self.batches.batches_ahead = 2 * self.plan.prefetch_batches
         workers = self.plan.workers
-        # Forked, since a fresh interpreter would spend seconds on importing streaming; with a generator of its own,
+        # Forked, since a fresh interpreter would spend seconds on importing torch; with a generator of its own,
         # since each start would draw from the run's.
         return DataLoader(
             self.batches,

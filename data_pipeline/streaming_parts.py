@@ -15,7 +15,8 @@ PACKAGES = ("streaming", "streaming.base")
 @contextmanager
 def importing_parts() -> Generator[None, None, None]:
     """In the block `from streaming.base.x import y` runs x and what x imports; packages that nobody has imported stand
-    there empty, and are gone after it, so that a later `import streaming` is a whole one."""
+    there empty, and are gone after it, so that a later `import streaming` is a whole one. Modules loaded here are then
+    found by `from streaming.base.x import y`, not as attributes of the package."""
     bare = [name for name in PACKAGES if name not in sys.modules]
     try:
         for name in bare:

@@ -81,7 +81,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default %(default)s)")
     parser.add_argument("--warmup-steps", type=int, default=3, help="steps before them (default %(default)s)")
     parser.add_argument(
-        "--limit-s", type=float, default=math.inf, metavar="SECONDS", help="for a model at a batch (default: none)"
+        "--limit-s",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="after a model's first step at a batch (default: none)",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="also write bench.json, bench.md, and a plot there")
     return parser
