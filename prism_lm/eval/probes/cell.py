@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from prism_lm.eval.probes.config import ProbeConfig
-from prism_lm.eval.probes.rows import IGNORED, Rows, Task, draw_rows
+from prism_lm.eval.probes.rows import IGNORED, ROW_TOKENS, Rows, Task, draw_rows
 
 CURVE_POINTS = 20
+STEPS_BEFORE_CAPTURE = 3
+"Steps on a GPU that are launched kernel by kernel, so that the captured one finds everything compiled and tuned."
 
 
 class ProbeDiverged(RuntimeError):
@@ -68,16 +70,13 @@ def _train(
     device: "torch.device | str",
     on_step: Callable[[int], None] | None,
 ) -> dict[int, float]:
-    optimizer = build_optimizer(model, config)
+    trainer = Trainer(model, config, device=device)
     curve: dict[int, float] = {}
-    window: list[Tensor] = []
     every = max(1, config.steps // CURVE_POINTS)
     for step in range(1, config.steps + 1):
-        rows = draw_rows(task, num_rows=config.batch_rows, seed=[seed, step], split="train")
-        window.append(_take_step(model, optimizer, rows, config, step=step, device=device))
+        trainer.take_step(draw_rows(task, num_rows=config.batch_rows, seed=[seed, step], split="train"), step)
         if step % every == 0 or step == config.steps:
-            curve[step] = float(torch.stack(window).mean())
-            window.clear()
+            curve[step] = trainer.take_mean_loss()
             if not math.isfinite(curve[step]):
                 raise ProbeDiverged(f"task={task.name} seed={seed} must keep a finite loss; it is lost by step {step}")
         if on_step is not None:
@@ -85,30 +84,68 @@ def _train(
     return curve
 
 
-def _take_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    rows: Rows,
-    config: ProbeConfig,
-    *,
-    step: int,
-    device: "torch.device | str",
-) -> Tensor:
-    """One step of AdamW; returns the mean loss in nats, detached and still on its device."""
-    for group in optimizer.param_groups:
-        group["lr"] = config.learning_rate * config.scale_rate(step)
-    tokens_BT, labels_BT = (torch.from_numpy(part).to(device) for part in (rows.tokens_RT, rows.labels_RT))
-    scored = int((rows.labels_RT != IGNORED).sum())
-    loss: Tensor = model(tokens_BT, None, labels_BT) / scored
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
-    optimizer.step()
-    return loss.detach()
+class Trainer:
+    """Steps of AdamW on batches of one shape. Every tensor that a step reads lies where it lay before, so that on a
+    GPU, where a step of a model this small is hundreds of launches, it is captured as a CUDA graph and replayed."""
+
+    def __init__(self, model: nn.Module, config: ProbeConfig, *, device: "torch.device | str") -> None:
+        self._model, self._config = model, config
+        self._device = torch.device(device)
+        shape = (config.batch_rows, ROW_TOKENS)
+        self._tokens_BT, self._labels_BT = torch.zeros((2, *shape), dtype=torch.int64, device=device).unbind()
+        self._scored, self._rate, self._loss_sum = torch.zeros(3, device=device).unbind()
+        self._optimizer = build_optimizer(model, config, rate=self._rate)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._steps_summed = 0
+
+    def take_step(self, rows: Rows, step: int) -> None:
+        """Learn from config.batch_rows rows at the rate of a step, counted from 1."""
+        self._tokens_BT.copy_(torch.from_numpy(rows.tokens_RT))
+        self._labels_BT.copy_(torch.from_numpy(rows.labels_RT))
+        self._scored.fill_(int((rows.labels_RT != IGNORED).sum()))
+        self._rate.fill_(self._config.learning_rate * self._config.scale_rate(step))
+        self._steps_summed += 1
+        if self._device.type != "cuda":
+            self._compute()
+        elif step <= STEPS_BEFORE_CAPTURE:
+            self._compute_aside()
+        else:
+            self._graph = self._graph or self._capture()
+            self._graph.replay()
+
+    def take_mean_loss(self) -> float:
+        """Mean loss in nats of the steps since it was last taken."""
+        mean = float(self._loss_sum) / self._steps_summed
+        self._loss_sum.zero_()
+        self._steps_summed = 0
+        return mean
+
+    def _compute(self) -> None:
+        self._optimizer.zero_grad()
+        loss: Tensor = self._model(self._tokens_BT, None, self._labels_BT) / self._scored
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._config.clip_norm)
+        self._optimizer.step()
+        self._loss_sum += loss.detach()
+
+    def _compute_aside(self) -> None:
+        """On a stream of its own, as a capture asks of the steps before it: they compile, tune and allocate."""
+        aside = torch.cuda.Stream(self._device)
+        aside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(aside):
+            self._compute()
+        torch.cuda.current_stream(self._device).wait_stream(aside)
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        self._optimizer.zero_grad()
+        with torch.cuda.graph(graph):
+            self._compute()
+        return graph
 
 
-def build_optimizer(model: nn.Module, config: ProbeConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, vectors and the embedding do not."""
+def build_optimizer(model: nn.Module, config: ProbeConfig, *, rate: Tensor) -> torch.optim.AdamW:
+    """AdamW at the rate that `rate` holds; matrices decay, vectors and the embedding do not."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     groups: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for parameter in model.parameters():
@@ -116,9 +153,10 @@ def build_optimizer(model: nn.Module, config: ProbeConfig) -> torch.optim.AdamW:
     decays = (config.weight_decay, 0.0)
     return torch.optim.AdamW(
         [{"params": group, "weight_decay": decay} for group, decay in zip(groups, decays, strict=True)],
-        lr=config.learning_rate,
+        lr=rate,
         betas=(0.9, 0.95),
         fused=True,
+        capturable=rate.is_cuda,
     )
 
 
