@@ -101,8 +101,10 @@ class ForkedCommand:
     """`prism` with those words and variables, forked with everything imported: to the last line as it runs when typed,
     without the 8 s of processor time that an interpreter's start and imports cost."""
 
-    def __init__(self, words: list[str], variables: dict[str, str], stderr: Path) -> None:
-        self._process = get_forkserver().Process(target=_run_command, args=(words, variables, stderr))
+    def __init__(
+        self, words: list[str], variables: dict[str, str], stderr: Path, *, folder: Path | None = None
+    ) -> None:
+        self._process = get_forkserver().Process(target=_run_command, args=(words, variables, stderr, folder))
         self._process.start()
 
     def poll(self) -> int | None:
@@ -121,10 +123,12 @@ class ForkedCommand:
         self._process.kill()
 
 
-def _run_command(words: list[str], variables: dict[str, str], stderr: Path) -> None:
+def _run_command(words: list[str], variables: dict[str, str], stderr: Path, folder: Path | None) -> None:
     from launcher.__main__ import main
 
     os.environ |= variables
+    if folder is not None:
+        os.chdir(folder)
     for path, descriptor in ((Path(os.devnull), 1), (stderr, 2)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)

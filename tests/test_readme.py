@@ -12,6 +12,7 @@ import pytest
 from data_pipeline.synthetic import write_synthetic_dataset
 from prism_lm.model.cost import count_parameters, flops_per_token, state_bytes
 from prism_lm.model.sizes import named_size
+from tests.harness import ForkedCommand
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -42,11 +43,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_command(words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+def run_command(words: list[str], folder: Path) -> None:
+    """To its end, or fail with what it wrote. What torchrun starts are new processes; what `prism` starts is
+    forked with everything imported."""
     program, verb = words[0], words[words.index("launcher") + 1] if "launcher" in words else words[1]
-    paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = [program, *words[1:], *SHORTER.get(verb, [])]
-    return subprocess.run(command, cwd=folder, env={**os.environ, **paths}, capture_output=True, text=True, timeout=280)
+    arguments = [*words[1:], *SHORTER.get(verb, [])]
+    written = folder / "stderr.txt"
+    written.unlink(missing_ok=True)
+    if program == "prism":
+        code = ForkedCommand(arguments, {}, written, folder=folder).wait(280)
+    else:
+        paths = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        with written.open("w", encoding="utf-8") as stderr:
+            command = [program, *arguments]
+            code = subprocess.run(
+                command, cwd=folder, env={**os.environ, **paths}, stderr=stderr, timeout=280
+            ).returncode
+    assert code == 0, f"{shlex.join(words)}\n{written.read_text(encoding='utf-8')[-4000:]}"
 
 
 @pytest.mark.timeout(900)
@@ -54,8 +67,7 @@ def test_every_command_of_the_readme_runs_to_its_end_in_order(folder: Path) -> N
     commands = read_commands()
     assert len(commands) >= 9
     for words in commands:
-        done = run_command(words, folder)
-        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        run_command(words, folder)
 
 
 def test_the_python_of_the_readme_runs_after_its_commands(folder: Path) -> None:
