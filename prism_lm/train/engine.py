@@ -255,7 +255,21 @@ def import_deepspeed() -> Any:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    with _compiling_nothing():
+        import deepspeed.runtime.zero.muon.original_muon
     return deepspeed
+
+
+@contextmanager
+def _compiling_nothing() -> Generator[None, None, None]:
+    """`@torch.compile` leaves a function as it is. DeepSpeed imports an optimizer that nobody here uses, whose three
+    such functions import the whole compiler: a quarter of the processor time of a rank's start."""
+    compiler = torch.compile
+    setattr(torch, "compile", lambda function: function)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(torch, "compile", compiler)  # noqa: B010
 
 
 def send_log_to_file(path: Path | None) -> None:
