@@ -49,9 +49,11 @@ lint: $(VENV)/dev.installed
 clean:
 	rm -rf $(VENV) runs build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
+# pip compiles one file after another, compileall with every core; a few files of some packages are for other Pythons.
 $(VENV)/%.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing prism-lm[$*] into $(VENV): a few minutes the first time"
-	@$(PIP) --editable ".[$*]"
+	@$(PIP) --no-compile --editable ".[$*]"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 $(VENV)/bin/python:

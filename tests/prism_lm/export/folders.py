@@ -41,9 +41,9 @@ def install_transformers_5() -> Path:
         return folder
     partial = folder.with_name(f"{folder.name}.{os.getpid()}")
     requirements = ["transformers>=5,<6", f"numpy=={importlib.metadata.version('numpy')}"]
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--target", str(partial), *requirements]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-compile", "--target", str(partial)]
     environment = {name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")}
-    done = subprocess.run(pip, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*pip, *requirements], env=environment, capture_output=True, text=True, timeout=280)
     if done.returncode != 0:
         shutil.rmtree(partial, ignore_errors=True)
         raise RuntimeError(done.stderr.strip().splitlines()[-1])

@@ -32,10 +32,9 @@ def compute_gradients(config: ParallelConfig) -> tuple[dict[str, Tensor], int]:
     "config",
     [
         ParallelConfig(activation_checkpointing=True),
-        ParallelConfig(compile=True),
         ParallelConfig(activation_checkpointing=True, compile=True),
     ],
-    ids=["checkpointing", "compile", "both"],
+    ids=["checkpointing", "both"],
 )
 def test_gradients_and_names_are_those_of_the_plain_model(config: ParallelConfig) -> None:
     plain, _ = compute_gradients(ParallelConfig())

@@ -156,7 +156,7 @@ def assert_same_run(run_dir: Path, reference: Path, steps: int = STEPS) -> None:
 
 
 CHAINS = {
-    "processes-1-2-4-2-1": [Arrangement(num_processes=number) for number in (1, 2, 4, 2, 1)],
+    "processes-1-4-2": [Arrangement(num_processes=number) for number in (1, 4, 2)],
     "stages-1-2-3-1": [Arrangement(num_processes=2, zero_stage=stage) for stage in (1, 2, 3, 1)],
     "stages-0-3-0-with-processes": [
         Arrangement(num_processes=2, zero_stage=0),
