@@ -28,6 +28,7 @@ EXAMPLE = """\
 examples:
   prism probe --tasks local_xor,mux --models prism_l0,prism_l2 --steps 100
   prism probe --all --seeds 0 1 2 --out runs/probes
+  prism probe --all --seeds 0 1 2 --steps 4000 --learning-rate 0.01   ten times the steps, for a GPU
 """
 
 
