@@ -1,6 +1,7 @@
 """DeepSpeed's stages against plain torch on the whole global batch, and steps that must not be applied."""
 
 import hashlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,6 +148,20 @@ def test_every_stage_makes_the_update_of_the_whole_global_batch(num_processes: i
         assert_error_within(torch.tensor(engine_losses), torch.tensor(losses), bound, what=f"loss of {what}")
         assert_error_within(torch.tensor(engine_norms), torch.tensor(norms), bound, what=f"norm of {what}")
         assert_updates_agree(engine_weights, dict(model.named_parameters()), precision, what)
+
+
+def list_compiler(folder: str) -> list[str]:
+    """Modules of the compiler that a step with an engine has imported."""
+    compiler = torch.compile
+    with process_group(read_ranks()):
+        engine = build_tiny_engine(build_config("fp32", 1), folder, TinyModel())
+        assert take_step(engine, 0).applied and torch.compile is compiler
+        engine.close()
+    return [name for name in sys.modules if name == "torch._inductor.compile_fx"]
+
+
+def test_step_of_an_engine_imports_no_compiler(tmp_path: Path) -> None:
+    assert run_on(1, list_compiler, str(tmp_path)) == [[]]
 
 
 def resume_with_other_settings(folder: str) -> list[dict[str, Tensor]]:
