@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -256,7 +256,7 @@ def import_deepspeed() -> Any:
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    with _compiling_nothing():
+    with _compiling_nothing(), suppress(ImportError):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
     return deepspeed
 
